@@ -1,0 +1,119 @@
+"""What ring_attention refuses, and the facts on which plain-tensor callers must agree."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring_swa.window import Window
+
+# The first is checked against torch.chunk's sizes; all others must be equal on every rank.
+FACTS = (
+    "the length of q", "the batch size", "the number of query heads", "the number of key/value heads",
+    "the head dim of q and k", "the head dim of v", "the dtype", "the window's left", "the window's right",
+    "whether a gradient is needed", "kernel, scale, softcap or deterministic",
+)  # fmt: skip
+
+
+def facts_of(
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, *options: object
+) -> tuple[int, ...]:
+    """This rank's values for ``FACTS``."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BSHD, k_BSGD, v_BSGE))
+    batch, rows, heads, head_dim = q_BSHD.shape
+    return (
+        rows, batch, heads, k_BSGD.shape[2], head_dim, v_BSGE.shape[3], crc32(str(q_BSHD.dtype).encode()),
+        *window, int(needs_grad), crc32(repr(options).encode()),
+    )  # fmt: skip
+
+
+def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor) -> None:
+    """Check kinds, ranks, dtypes and shapes: for DTensors the global ones, which all ranks share.
+
+    Raises:
+        ValueError: With what was given and what is accepted.
+    """
+    tensors = {"q": q_BSHD, "k": k_BSGD, "v": v_BSGE}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor or DTensor, got {type(x).__name__}")
+    if len({isinstance(x, DTensor) for x in tensors.values()}) > 1:
+        kinds = {name: type(x).__name__ for name, x in tensors.items()}
+        raise ValueError(f"q, k and v must be three DTensors or three plain tensors, got {kinds}")
+    for name, x in tensors.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, sequence, heads, head_dim], got {x.ndim} dims of sizes {list(x.shape)}"
+            )
+        if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+    for what in ("dtype", "device"):
+        values = {name: getattr(x, what) for name, x in tensors.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"q, k and v must have the same {what}, got {values}")
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+    for what, dim in (("batch size", 0), ("length", 1)):
+        if not q_BSHD.shape[dim] == k_BSGD.shape[dim] == v_BSGE.shape[dim]:
+            raise ValueError(f"q, k and v must have the same {what} (dim {dim}), got {shapes}")
+    if k_BSGD.shape[2] != v_BSGE.shape[2]:
+        raise ValueError(f"k and v must have the same number of heads (dim 2), got {shapes}")
+    if q_BSHD.shape[3] != k_BSGD.shape[3]:
+        raise ValueError(f"q and k must have the same head dim (dim 3), got {shapes}")
+    if min(q_BSHD.shape[2], k_BSGD.shape[2], q_BSHD.shape[3], v_BSGE.shape[3]) < 1:
+        raise ValueError(f"heads and head dims must be at least 1, got {shapes}")
+    if q_BSHD.shape[2] % k_BSGD.shape[2]:
+        raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {shapes}")
+
+
+def check_options(softcap: float, scale: float) -> None:
+    """Raise ValueError unless both are finite numbers, and ``softcap`` is not negative."""
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be a positive number, or 0.0 for none, got {softcap!r}")
+    if not abs(scale) < float("inf"):
+        raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
+
+
+def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
+    """The length of a sequence that is whole here, as a DTensor or on one device.
+
+    Raises:
+        ValueError: If ``seq_len`` says otherwise.
+    """
+    if seq_len not in (None, q_BSHD.shape[1]):
+        raise ValueError(f"seq_len={seq_len} contradicts the {q_BSHD.shape[1]} tokens given; leave it out")
+    return q_BSHD.shape[1]
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError for an unknown layout, NotImplementedError for one that is not built yet."""
+    if layout not in ("contiguous", "striped", "zigzag"):
+        raise ValueError(f"layout must be 'contiguous', 'striped' or 'zigzag', got {layout!r}")
+    if layout != "contiguous":
+        raise NotImplementedError(f"layout={layout!r} is not supported yet; pass contiguous shards")
+
+
+def refuse_unfinished(
+    sinks: object, sink_tokens: int, cu_seqlens: object, layout: str, load_balance: str
+) -> None:
+    """Raise for the parts of the contract that are not built yet, and for values that never will be.
+
+    Raises:
+        ValueError: For an unknown ``layout`` or ``load_balance``, or negative ``sink_tokens``.
+        NotImplementedError: For known options that are not built yet.
+    """
+    check_layout(layout)
+    if load_balance not in ("auto", "none", "striped", "zigzag"):
+        raise ValueError(f"load_balance must be 'auto', 'none', 'striped' or 'zigzag', got {load_balance!r}")
+    if not isinstance(sink_tokens, int) or sink_tokens < 0:
+        raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
+    for name, value, off in (
+        ("sinks", sinks, None),
+        ("sink_tokens", sink_tokens, 0),
+        ("cu_seqlens", cu_seqlens, None),
+    ):
+        if value is not off and value != off:
+            raise NotImplementedError(f"{name} is not supported yet; leave it at {off!r}")
+    if load_balance in ("striped", "zigzag"):
+        raise NotImplementedError(f"load_balance={load_balance!r} is not supported yet; pass 'auto' or 'none'")

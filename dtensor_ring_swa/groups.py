@@ -1,0 +1,126 @@
+"""Process groups: the one a mesh axis means, the private one to exchange on, and agreement of hosts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring_swa.layout import shard
+
+
+def group_of(mesh: DeviceMesh | ProcessGroup) -> ProcessGroup:
+    """The process group of a 1-D mesh, or the group itself.
+
+    Raises:
+        ValueError: If the mesh has more than one axis, or ``mesh`` is neither.
+    """
+    if isinstance(mesh, ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a 1-D DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one axis, the context-parallel one, got {mesh.ndim} axes "
+            f"{mesh.mesh_dim_names}; pass a slice such as mesh['cp']"
+        )
+    return mesh.get_group()
+
+
+def resolve_group(name: str) -> ProcessGroup:
+    """The process group of this name: how a group travels through a registered op's schema."""
+    # Private, and the only way from name to group; seen on torch 2.11, 2.13 and 2.15.
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+_exchange_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+_host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def exchange_group(group: ProcessGroup) -> ProcessGroup:
+    """The group on which tensors of ``group``'s ranks are exchanged, made at the first call.
+
+    On NCCL it is a private group on a high-priority stream: on an ordinary one the halo waits behind
+    the attention kernel that fills the GPU. It is collective at the first call.
+    """
+    if group not in _exchange_groups:
+        _exchange_groups[group] = _private_nccl(group) if dist.get_backend(group) == "nccl" else group
+    return _exchange_groups[group]
+
+
+def _private_nccl(group: ProcessGroup) -> ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    private = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=True,
+    )
+    # NCCL's first point-to-point batch of a group needs every rank, and ranks at the edge of the
+    # sequence may have nothing to say: make the communicator with a collective.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=private)
+    return private
+
+
+def _host_group(group: ProcessGroup) -> ProcessGroup:
+    """A group that takes CPU tensors, made at the first call; then it is collective."""
+    if group not in _host_groups:
+        _host_groups[group] = (
+            group
+            if dist.get_backend(group) == "gloo"
+            else dist.new_group(
+                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+            )
+        )
+    return _host_groups[group]
+
+
+def agree(
+    group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error: Exception | None = None
+) -> int:
+    """Let the ranks of ``group`` compare their calls on the host before any tensor moves.
+
+    One message of a few integers each; no device is synchronised. A rank whose own check failed
+    passes its ``error``: all ranks then raise, and none waits for a peer that will not come.
+
+    Args:
+        group: The context-parallel group; every rank of it calls.
+        names: What the facts are called in errors; the same on every rank.
+        facts: First the tokens of this rank's shard, which must fit ``torch.chunk``'s sizes, then
+            what must be equal on all ranks. Not read if there is an ``error``.
+        error: What this rank found wrong by itself.
+
+    Returns:
+        Tokens of the whole sequence.
+
+    Raises:
+        ValueError: If the ranks' facts do not fit together, or a peer passed an error.
+        Exception: ``error`` itself.
+    """
+    ranks = dist.get_world_size(group)
+    sound_and_facts = [0] * (1 + len(names)) if error is not None else [1, *facts]
+    mine = torch.tensor(sound_and_facts, dtype=torch.int64)
+    table = torch.empty(ranks * len(mine), dtype=torch.int64)
+    dist.all_gather_into_tensor(table, mine, group=_host_group(group))
+    sound, rows, *others = zip(*table.view(ranks, -1).tolist(), strict=True)
+    if error is not None:
+        raise error
+    if not all(sound):
+        raise ValueError(
+            f"rank {sound.index(0)} of the context-parallel group refused its arguments; its own error says why"
+        )
+    for name, values in zip(names[1:], others, strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(f"the ranks disagree on {name}: {list(values)}; pass the same on every rank")
+    total = sum(rows)
+    expected = [len(shard(total, ranks, rank)) for rank in range(ranks)]
+    if list(rows) != expected:
+        raise ValueError(
+            f"shards of {list(rows)} tokens are not torch.chunk's of {total} tokens, {expected}; "
+            "shard with shard_sequence(mesh, ...)"
+        )
+    return total

@@ -1,0 +1,82 @@
+"""What a kernel is asked, and what it has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dtensor_ring_swa.band import Band
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call in the terms that decide whether a kernel can do it; the same on every rank.
+
+    Attributes:
+        device: The device that computes.
+        dtype: Dtype of q, k, v and of the result.
+        head_dim: Width of q and k.
+        v_head_dim: Width of v and of the result.
+        scale: Factor on the scores.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 leaves them.
+        deterministic: Bitwise the same gradients on every run.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    softcap: float = 0.0
+    deterministic: bool = False
+
+
+class Kernel(Protocol):
+    """Attention of one block. A module with these names is a kernel.
+
+    Shapes: q ``[B, M, Hq, D]``, k ``[B, N, Hkv, D]``, v ``[B, N, Hkv, Dv]``, out ``[B, M, Hq, Dv]``,
+    lse ``[B, Hq, M]`` (natural log, float32, or float64 for float64 inputs). Kernels write into the
+    tensors they are given, which may be row slices of larger ones.
+    """
+
+    NAME: str
+
+    def supports(self, request: Request) -> str | None:
+        """None, or why the request cannot be served here and what can."""
+        ...
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which ``backward`` writes the partial dk and dv for inputs of ``dtype``."""
+        ...
+
+    def forward(
+        self,
+        request: Request,
+        q_BMHD: torch.Tensor,
+        k_BNGD: torch.Tensor,
+        v_BNGE: torch.Tensor,
+        band: Band,
+        out_BMHE: torch.Tensor,
+        lse_BHM: torch.Tensor,
+    ) -> None:
+        """Write out and lse. A row that sees no key gets 0 and ``-inf``."""
+        ...
+
+    def backward(
+        self,
+        request: Request,
+        dout_BMHE: torch.Tensor,
+        q_BMHD: torch.Tensor,
+        k_BNGD: torch.Tensor,
+        v_BNGE: torch.Tensor,
+        out_BMHE: torch.Tensor,
+        lse_BHM: torch.Tensor,
+        band: Band,
+        dq_BMHD: torch.Tensor,
+        dk_BNGD: torch.Tensor,
+        dv_BNGE: torch.Tensor,
+    ) -> None:
+        """Write dq in q's dtype, and this block's share of dk and dv in ``grad_dtype``."""
+        ...

@@ -1,0 +1,130 @@
+"""The keys that a block sees, and the transpose: where its share of their gradients goes.
+
+Key rows count in the plan's order: left halo, shard, right halo. A block's keys are one run of them,
+gathered from the shard and from the messages that hold the halo; its dk and dv are split at the same
+edges and go back to where the keys came from.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+
+from dtensor_ring_swa.exchange import Rows, pack
+from dtensor_ring_swa.plan import Block, Plan, Transfer
+
+
+class KeyRows:
+    """K and V of a shard with its halo, in pieces: one a neighbour, and the shard itself.
+
+    Attributes:
+        local: K and V of the shard.
+        shape: The shape of a row of K and V.
+        shard: Which piece is the shard.
+    """
+
+    def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
+        self.local = (k_BSGD, v_BSGE)
+        self.shape = Rows.of(k_BSGD, v_BSGE)
+        self.shard = sum(t.stop <= plan.left for t in plan.receives)
+        lengths = [len(t) for t in plan.receives]
+        lengths.insert(self.shard, plan.rows)
+        self._edges = [0, *accumulate(lengths)]
+        self._pieces = [self.shape.unpack(m) for m in self.shape.messages(halo, plan.receives)]
+        self._pieces.insert(self.shard, self.local)
+
+    @property
+    def shard_rows(self) -> tuple[int, int]:
+        """First and last key row of the shard."""
+        return self._edges[self.shard], self._edges[self.shard + 1]
+
+    def of(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V for one block: a view if they lie in one piece."""
+        parts = [
+            [x[:, rows.start - self._edges[piece] : rows.stop - self._edges[piece]] for x in self._pieces[piece]]
+            for piece, rows in self.overlaps(block)
+        ]
+        ks, vs = zip(*parts, strict=True)
+        return (ks[0], vs[0]) if len(parts) == 1 else (torch.cat(ks, dim=1), torch.cat(vs, dim=1))
+
+    def overlaps(self, block: Block) -> list[tuple[int, range]]:
+        """The pieces that a block's keys lie in, and which key rows are in each."""
+        spans = (
+            (piece, range(max(first, block.k_start), min(last, block.k_stop)))
+            for piece, (first, last) in enumerate(pairwise(self._edges))
+        )
+        return [(piece, rows) for piece, rows in spans if rows]
+
+
+class KeyGradients:
+    """Collects the blocks' shares of dk and dv; the transpose of ``KeyRows``.
+
+    A block whose keys are just the shard writes into the final tensors, so that without neighbours
+    nothing is copied.
+    """
+
+    def __init__(self, keys: KeyRows, partial_dtype: torch.dtype) -> None:
+        self._keys = keys
+        self._partial_dtype = partial_dtype
+        self._totals = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys.local)
+        self._shares: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+        self._messages: dict[int, torch.Tensor] = {}
+
+    def buffers(self, block: Block) -> tuple[torch.Tensor, ...]:
+        """The tensors that a kernel has to fill with one block's dk and dv."""
+        rows = block.k_stop - block.k_start
+        in_place = self._partial_dtype == self._totals[0].dtype
+        if in_place and self._keys.overlaps(block) == [(self._keys.shard, range(*self._keys.shard_rows))]:
+            return self._totals
+        return tuple(
+            x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals
+        )
+
+    def add(self, block: Block, grads: tuple[torch.Tensor, ...]) -> None:
+        """Take the filled buffers of a block, and split them where its keys came from."""
+        for piece, rows in self._keys.overlaps(block):
+            part = tuple(x[:, rows.start - block.k_start : rows.stop - block.k_start] for x in grads)
+            if piece == self._keys.shard:
+                self._shares.append((rows.start - self._keys.shard_rows[0], part))
+            else:
+                self._messages[piece] = pack(*part)
+
+    def messages(self) -> list[torch.Tensor]:
+        """The halo's gradients, one message a neighbour, in the order of ``plan.receives``."""
+        return [self._messages[piece] for piece in sorted(self._messages)]
+
+    def new_message(self, rows: int) -> torch.Tensor:
+        """Room for a neighbour's gradients of ``rows`` of our rows."""
+        return self._totals[0].new_empty(self._keys.shape.numel(rows), dtype=self._partial_dtype)
+
+    def total(self, sends: tuple[Transfer, ...], returned: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """dk and dv of the shard, with the neighbours' messages in the order of ``plan.sends``."""
+        for transfer, message in zip(sends, returned, strict=True):
+            self._shares.append((transfer.start, self._keys.shape.unpack(message)))
+        for index, total in enumerate(self._totals):
+            _sum_rows(total, [(start, share[index]) for start, share in self._shares])
+        return self._totals
+
+
+def _sum_rows(total: torch.Tensor, shares: list[tuple[int, torch.Tensor]]) -> None:
+    """Write into ``total`` the sum of the shares that cover each row, rounded once.
+
+    A share may be ``total`` itself. Half-precision sums are taken in float32; for two terms that is
+    what torch.add does inside.
+    """
+    spans = [(start, start + share.shape[1], share) for start, share in shares]
+    edges = sorted({0, total.shape[1], *(edge for start, stop, _ in spans for edge in (start, stop))})
+    for first, last in pairwise(edges):
+        target = total[:, first:last]
+        terms = [x[:, first - start : last - start] for start, stop, x in spans if start <= first and last <= stop]
+        if len(terms) == 1:
+            if terms[0].data_ptr() != target.data_ptr():
+                target.copy_(terms[0])
+        elif len(terms) == 2:
+            torch.add(*terms, out=target)
+        else:
+            wide = terms[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
+            for term in terms[1:]:
+                wide += term
+            target.copy_(wide)

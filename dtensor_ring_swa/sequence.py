@@ -1,0 +1,175 @@
+"""Around the attention: cut a sequence over the ranks, number it, label it, average over it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring_swa.checks import check_layout
+from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.layout import shard
+
+IGNORE_INDEX = -100
+
+
+def shard_sequence(
+    mesh: DeviceMesh | ProcessGroup, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """This rank's shard of tensors that every rank holds whole. Nothing is sent.
+
+    Args:
+        mesh: The context-parallel axis: a 1-D DeviceMesh or a ProcessGroup.
+        *tensors: Tensors with the whole sequence on ``dim``, for example tokens and labels ``[B, S]``.
+        dim: The sequence dim.
+        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+
+    Returns:
+        The shard of one tensor, or a tuple of shards of several; sizes are ``torch.chunk``'s, so
+        trailing ranks may get fewer tokens or none. Shards are views.
+
+    Raises:
+        ValueError: If the tensors' lengths differ, or ``dim`` is not one of theirs.
+    """
+    check_layout(layout)
+    group = group_of(mesh)
+    lengths = {x.shape[dim] for x in tensors if -x.ndim <= dim < x.ndim}
+    if len(lengths) != 1 or any(not -x.ndim <= dim < x.ndim for x in tensors):
+        raise ValueError(
+            f"shard_sequence needs tensors of one length on dim {dim}, got {[list(x.shape) for x in tensors]}"
+        )
+    mine = shard(lengths.pop(), dist.get_world_size(group), dist.get_rank(group))
+    shards = tuple(x.narrow(dim, mine.start, len(mine)) for x in tensors)
+    return shards[0] if len(shards) == 1 else shards
+
+
+def gather_sequence(
+    mesh: DeviceMesh | ProcessGroup, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The whole sequence on every rank, from ``shard_sequence``'s shards. Collective.
+
+    It can be differentiated: each rank's gradient is its own rows of the gradient of the whole, which
+    is right where every rank computes the same from it.
+
+    Args:
+        mesh: The context-parallel axis: a 1-D DeviceMesh or a ProcessGroup.
+        *tensors: Shards with the sequence on ``dim``.
+        dim: The sequence dim.
+        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+
+    Returns:
+        One whole tensor, or a tuple of them.
+
+    Raises:
+        ValueError: If the shards' lengths are not ``torch.chunk``'s, on every rank.
+    """
+    check_layout(layout)
+    group = group_of(mesh)
+    axis = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(mesh, tensors[0].device.type)
+    wholes = []
+    for x in tensors:
+        shape = list(x.shape)
+        shape[dim] = agree(group, ("the length of a shard",), (x.shape[dim],))
+        whole = wrap_shard(x, axis, dim, shape).full_tensor()
+        wholes.append(whole)
+    return wholes[0] if len(wholes) == 1 else tuple(wholes)
+
+
+def wrap_shard(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> DTensor:
+    """A shard as a DTensor of a known global shape, which uneven shards alone do not tell."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        x, mesh, [Shard(dim % x.ndim)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def positions(
+    mesh: DeviceMesh | ProcessGroup | None,
+    seq_len: int,
+    layout: str = "contiguous",
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Global positions of this rank's tokens, for rotary embeddings.
+
+    Args:
+        mesh: The context-parallel axis; None if the sequence is whole here.
+        seq_len: Tokens of the whole sequence.
+        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+        device: Where to put them.
+
+    Returns:
+        int64 ``[S_local]``.
+    """
+    check_layout(layout)
+    group = None if mesh is None else group_of(mesh)
+    mine = shard(seq_len, *((1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))))
+    return torch.arange(mine.start, mine.stop, device=device)
+
+
+def next_token_labels(
+    tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, ignore_index: int = IGNORE_INDEX
+) -> torch.Tensor:
+    """Labels for next-token prediction, shifted while the sequence is whole.
+
+    Shift before sharding: a shard does not hold the label of its last token.
+
+    Args:
+        tokens: Integer tokens ``[..., S]``.
+        cu_seqlens: Boundaries of packed documents ``[N + 1]``; a document's last token has no label.
+        ignore_index: The label of tokens with nothing to predict; ``F.cross_entropy``'s default.
+
+    Returns:
+        Labels of tokens' shape.
+
+    Raises:
+        ValueError: If a boundary lies outside the sequence.
+    """
+    seq_len = tokens.shape[-1]
+    labels = torch.full_like(tokens, ignore_index)
+    labels[..., :-1] = tokens[..., 1:]
+    if cu_seqlens is not None:
+        if cu_seqlens.numel() and not 0 <= int(cu_seqlens.min()) <= int(cu_seqlens.max()) <= seq_len:
+            raise ValueError(f"cu_seqlens must lie in [0, {seq_len}], got {cu_seqlens.tolist()}")
+        ends = cu_seqlens.to(tokens.device, torch.long)
+        labels[..., ends[ends > 0] - 1] = ignore_index
+    return labels
+
+
+def token_mean(
+    loss_sum: torch.Tensor,
+    count: torch.Tensor | int,
+    mesh: DeviceMesh | ProcessGroup | None,
+    gradients: Literal["mean", "sum"] = "mean",
+) -> torch.Tensor:
+    """The mean loss over all tokens of all ranks, weighted by tokens. Collective.
+
+    A mean of the ranks' means is wrong as soon as ranks hold different numbers of valid tokens.
+
+    Args:
+        loss_sum: Sum of this rank's token losses, a scalar.
+        count: Valid tokens on this rank.
+        mesh: All ranks that share the batch and the sequence, data- and context-parallel; None if
+            this is the only one.
+        gradients: What joins the ranks' parameter gradients: their ``"mean"`` (FSDP2 and DDP over
+            the same ranks) or their ``"sum"``.
+
+    Returns:
+        A scalar with the same value on every rank, whose gradients join to those of that value.
+        If no rank has a valid token it is 0, with zero gradients.
+    """
+    totals = torch.stack(
+        (loss_sum.detach().double(), torch.as_tensor(count, dtype=torch.double, device=loss_sum.device))
+    )
+    ranks = 1
+    if mesh is not None:
+        axes = [mesh] if isinstance(mesh, ProcessGroup) else mesh.get_all_groups()
+        for group in axes:
+            dist.all_reduce(totals, group=group)
+            ranks *= dist.get_world_size(group)
+    tokens = totals[1].clamp(min=1)
+    share = loss_sum * ((ranks if gradients == "mean" else 1) / tokens).to(loss_sum.dtype)
+    return share + ((totals[0] / tokens).to(loss_sum.dtype) - share.detach())

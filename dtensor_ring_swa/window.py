@@ -1,0 +1,101 @@
+"""Which neighbours a query sees, as two distances in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class Window:
+    """The query at position ``p`` sees the keys at ``[p - left, p + right]``, itself included.
+
+    Every convention of other libraries is converted here and nowhere else.
+
+    Attributes:
+        left: Earlier tokens visible, not counting the query's own; ``-1`` is unlimited.
+        right: Later tokens visible, not counting the query's own; ``-1`` is unlimited.
+
+    Raises:
+        ValueError: If a side is not an integer, or is below ``-1``.
+    """
+
+    left: int
+    right: int
+
+    def __post_init__(self) -> None:
+        for side, value in (("left", self.left), ("right", self.right)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(
+                    f"window {side} must be an integer number of tokens, got {value!r}; "
+                    "use -1 or None for an unlimited side"
+                )
+            if value < UNLIMITED:
+                raise ValueError(
+                    f"window {side} must be >= 0 tokens, or -1 (or None) for unlimited, got {value}"
+                )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.left, self.right))
+
+    @classmethod
+    def of(cls, window: Window | tuple[int | None, int | None] | list[int | None]) -> Window:
+        """Read ``window=`` as users write it: a pair whose ``None`` means unlimited, or a Window.
+
+        Raises:
+            ValueError: If it is anything else, a bare integer included: whether ``w`` counts the
+                query itself differs between libraries, so the caller has to say.
+        """
+        if isinstance(window, cls):
+            return window
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ValueError(
+                f"window must be a pair (left, right) of tokens or a Window, got {window!r}; for a "
+                "causal window of n keys, the query's own included, use Window.tokens(n)"
+            )
+        left, right = (UNLIMITED if side is None else side for side in window)
+        return cls(left, right)
+
+    @classmethod
+    def causal(cls) -> Window:
+        """Every earlier key and the query's own."""
+        return cls(UNLIMITED, 0)
+
+    @classmethod
+    def full(cls) -> Window:
+        """Every key."""
+        return cls(UNLIMITED, UNLIMITED)
+
+    @classmethod
+    def tokens(cls, n: int) -> Window:
+        """Causal, ``n`` keys visible with the query's own: Hugging Face's ``sliding_window``.
+
+        Raises:
+            ValueError: If ``n`` is not a positive integer.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"Window.tokens(n) needs n >= 1 keys (the query's own counts), got {n!r}")
+        return cls(n - 1, 0)
+
+    @classmethod
+    def flash(cls, window_size: tuple[int, int], causal: bool = False) -> Window:
+        """FlashAttention's ``window_size``, which leaves the query's own key uncounted as we do.
+
+        Args:
+            window_size: ``(left, right)`` in tokens, ``-1`` unlimited; ``(w, 0)`` shows w + 1 keys.
+            causal: FlashAttention's flag: nothing to the right, whatever ``window_size`` says.
+
+        Raises:
+            ValueError: If ``window_size`` is not such a pair.
+        """
+        window = cls.of(window_size)
+        return cls(window.left, 0) if causal else window
+
+    def reach(self, seq_len: int) -> tuple[int, int]:
+        """The two distances in tokens, cut to what a sequence of ``seq_len`` tokens can hold."""
+        return (
+            seq_len if self.left == UNLIMITED else min(self.left, seq_len),
+            seq_len if self.right == UNLIMITED else min(self.right, seq_len),
+        )
