@@ -40,10 +40,9 @@ class Rows:
         """The part of a flat buffer of rows that holds each transfer's message."""
         return [buffer[self.numel(t.start) : self.numel(t.stop)] for t in transfers]
 
-    def unpack(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message, as views."""
+    def unpack(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message of ``rows`` rows, as views."""
         k_width, v_width = (self.batch * self.kv_heads * dim for dim in (self.head_dim, self.v_head_dim))
-        rows = message.numel() // (k_width + v_width)
         k, v = message.split([rows * k_width, rows * v_width])
         return (
             k.view(self.batch, rows, self.kv_heads, self.head_dim),

@@ -104,9 +104,9 @@ def agree(
     ranks = dist.get_world_size(group)
     sound_and_facts = [0] * (1 + len(names)) if error is not None else [1, *facts]
     mine = torch.tensor(sound_and_facts, dtype=torch.int64)
-    table = torch.empty(ranks * len(mine), dtype=torch.int64)
-    dist.all_gather_into_tensor(table, mine, group=_host_group(group))
-    sound, rows, *others = zip(*table.view(ranks, -1).tolist(), strict=True)
+    table = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(table, mine, group=_host_group(group))
+    sound, rows, *others = zip(*(row.tolist() for row in table), strict=True)
     if error is not None:
         raise error
     if not all(sound):

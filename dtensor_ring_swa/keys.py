@@ -31,7 +31,10 @@ class KeyRows:
         lengths = [len(t) for t in plan.receives]
         lengths.insert(self.shard, plan.rows)
         self._edges = [0, *accumulate(lengths)]
-        self._pieces = [self.shape.unpack(m) for m in self.shape.messages(halo, plan.receives)]
+        self._pieces = [
+            self.shape.unpack(message, len(t))
+            for t, message in zip(plan.receives, self.shape.messages(halo, plan.receives), strict=True)
+        ]
         self._pieces.insert(self.shard, self.local)
 
     @property
@@ -101,7 +104,7 @@ class KeyGradients:
     def total(self, sends: tuple[Transfer, ...], returned: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """dk and dv of the shard, with the neighbours' messages in the order of ``plan.sends``."""
         for transfer, message in zip(sends, returned, strict=True):
-            self._shares.append((transfer.start, self._keys.shape.unpack(message)))
+            self._shares.append((transfer.start, self._keys.shape.unpack(message, len(transfer))))
         for index, total in enumerate(self._totals):
             _sum_rows(total, [(start, share[index]) for start, share in self._shares])
         return self._totals

@@ -1,0 +1,119 @@
+"""A pool of ranks: gloo processes on this machine, kept alive between cases.
+
+Starting processes costs seconds, a case milliseconds. When a case fails or hangs, every rank is
+killed, since the state of its collectives is unknown, and the next case starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """A case raised, died or hung on some rank; the message is the first rank's traceback."""
+
+
+class RankPool:
+    """``ranks`` processes in one gloo group.
+
+    Args:
+        ranks: How many.
+        timeout: Seconds after which a case counts as hung.
+
+    Example:
+        ``pool.run(function, *arguments)`` calls a module-level function on every rank.
+    """
+
+    def __init__(self, ranks: int, timeout: float = 60.0) -> None:
+        self.ranks = ranks
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        atexit.register(self.close)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return what each returned, by rank.
+
+        Raises:
+            RankFailure: If a rank raised, died, or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        try:
+            return self._collect(time.monotonic() + (timeout or self.timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill all ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(tempfile.mkdtemp()) / "store")
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.ranks, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < self.ranks:
+            waiting = {self._pipes[rank]: rank for rank in range(self.ranks) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"ranks {sorted(waiting.values())} hung; ranks {sorted(results)} had finished")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    raise RankFailure(f"rank {rank} of {self.ranks} died") from None
+                if not ok:
+                    # The first to raise is the cause; its peers only time out waiting for it.
+                    raise RankFailure(f"rank {rank} of {self.ranks} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.ranks)]
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
+    """One rank: answer cases until the pipe closes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+    )
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,130 @@
+"""One attention case, as data, and how every rank runs and checks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from dtensor_ring_swa import Window, ring_attention, shard_sequence
+from dtensor_ring_swa.testing import dense_attention
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+PLACEMENTS = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(2), "rep": Replicate()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes, window and mesh; ``axes`` names what each mesh axis shards."""
+
+    batch: int = 1
+    seq_len: int = 8
+    q_heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 4
+    v_head_dim: int = 4
+    window: tuple[int, int] = (3, 0)
+    axes: tuple[str, ...] = ("cp",)
+    mesh: tuple[int, ...] = (2,)
+    scale: float | None = None
+    softcap: float = 0.0
+    shared_kv: bool = False
+    plain: bool = False
+    strided: bool = False
+    dtype: torch.dtype = torch.float64
+    kernel: str = "auto"
+    seed: int = 0
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The whole q, k, v and dout, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed)
+        widths = [(self.q_heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim),
+                  (self.q_heads, self.v_head_dim)]  # fmt: skip
+        return tuple(
+            torch.randn(self.batch, self.seq_len, heads, dim, generator=generator, dtype=torch.float64).to(self.dtype)
+            for heads, dim in widths
+        )
+
+
+@lru_cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with heads and rows transposed in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """(out, lse, dq, dk, dv) of a DTensor call, each whole, and their placements' leaves."""
+    axes = [PLACEMENTS[axis] for axis in case.axes]
+    kv_axes = [Replicate() if axis == "tp" and case.shared_kv else PLACEMENTS[axis] for axis in case.axes]
+    q, k, v, dout = (
+        distribute_tensor(x, mesh, placements, src_data_rank=None)
+        for x, placements in zip(case.inputs(), (axes, kv_axes, kv_axes, axes), strict=True)
+    )
+    if case.strided:
+        q, k, v, dout = (
+            DTensor.from_local(strided(x.to_local()), mesh, x.placements, shape=x.shape, stride=x.stride())
+            for x in (q, k, v, dout)
+        )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = ring_attention(
+        *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, return_lse=True
+    )
+    assert isinstance(out, DTensor) and isinstance(lse, DTensor)
+    assert out.placements == q.placements and out.shape == (*q.shape[:3], v.shape[3])
+    assert out.to_local().shape[:3] == q.to_local().shape[:3]
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+    return [x.detach().full_tensor() for x in (out, lse, *grads)]
+
+
+def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """(out, lse, dq, dk, dv) of this rank's shard from a plain call."""
+    shards = shard_sequence(mesh, *case.inputs())
+    q, k, v, dout = (strided(x) if case.strided else x for x in shards)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = ring_attention(
+        *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, mesh=mesh,
+        return_lse=True,
+    )  # fmt: skip
+    return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+
+
+def expected(case: Case) -> list[torch.Tensor]:
+    """The same five tensors from the dense oracle."""
+    q, k, v, dout = (x.double() for x in case.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    window = Window.of(case.window)
+    out, lse = dense_attention(*leaves, (window.left, window.right), case.scale, case.softcap)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(case: Case) -> dict[str, float]:
+    """Run the case on this rank; the largest absolute difference from the oracle by tensor."""
+    mesh = mesh_of(case.mesh, case.axes)
+    got = (on_shards if case.plain else on_mesh)(case, mesh)
+    want = expected(case)
+    if case.plain:
+        dims = (1, 2, 1, 1, 1)
+        want = [shard_sequence(mesh, x, dim=dim) for x, dim in zip(want, dims, strict=True)]
+    result = {}
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert x.shape == y.shape, f"{name}: shape {tuple(x.shape)}, expected {tuple(y.shape)}"
+        assert torch.isfinite(x).all(), f"{name} is not finite"
+        result[name] = float((x.double() - y).abs().max()) if x.numel() else 0.0
+    return result
+
+
+def mesh_ranks(case: Case) -> int:
+    ranks = 1
+    for size in case.mesh:
+        ranks *= size
+    return ranks
+
+
+__all__ = ["PLACEMENTS", "Case", "dist", "errors", "expected", "mesh_of", "mesh_ranks"]
