@@ -1,4 +1,4 @@
-"""A pool of ranks: gloo processes on this machine, kept alive between cases.
+"""A pool of ranks: processes on this machine, gloo or NCCL, kept alive between cases.
 
 Starting processes costs seconds, a case milliseconds. When a case fails or hangs, every rank is
 killed, since the state of its collectives is unknown, and the next case starts new ones.
@@ -27,18 +27,20 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``ranks`` processes in one gloo group.
+    """``ranks`` processes in one process group.
 
     Args:
         ranks: How many.
+        backend: ``"gloo"``, or ``"nccl"`` with one GPU a rank.
         timeout: Seconds after which a case counts as hung.
 
     Example:
         ``pool.run(function, *arguments)`` calls a module-level function on every rank.
     """
 
-    def __init__(self, ranks: int, timeout: float = 60.0) -> None:
+    def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 60.0) -> None:
         self.ranks = ranks
+        self.backend = backend
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -75,7 +77,7 @@ class RankPool:
         store = str(Path(tempfile.mkdtemp()) / "store")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.ranks, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.ranks, self.backend, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -101,11 +103,13 @@ class RankPool:
         return [results[rank] for rank in range(self.ranks)]
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) -> None:
     """One rank: answer cases until the pipe closes."""
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
     )
     while True:
         try:

@@ -1,0 +1,82 @@
+"""Attention on shards over NCCL: every kernel, DTensors and plain shards, against the dense oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import Case, errors
+from dtensor_ring_swa.kernels import KERNELS, Request
+from dtensor_ring_swa.testing import RankPool
+
+RANKS = min(torch.cuda.device_count(), 8)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs CUDA")]
+
+TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-4, torch.float64: 1e-10}
+WINDOWS = [(127, 0), (1023, 0), (0, 0), (64, 64), (-1, 0), (-1, -1), (0, 200), (1500, 30)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    made = RankPool(RANKS, backend="nccl", timeout=300)
+    yield made
+    made.close()
+
+
+def check(pool: RankPool, case: Case) -> None:
+    reason = KERNELS[case.kernel].supports(
+        Request(torch.device("cuda"), case.dtype, case.head_dim, case.v_head_dim, 1.0, case.softcap)
+    )
+    if reason:
+        pytest.skip(f"{case.kernel}: {reason}")
+    for rank, found in enumerate(pool.run(errors, case)):
+        assert max(found.values()) < TOLERANCE[case.dtype], f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kernel", ["flash", "aten", "reference"])
+def test_windows(pool: RankPool, kernel: str, window: tuple[int, int], plain: bool) -> None:
+    check(
+        pool,
+        Case(
+            seq_len=2048, q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, window=window, mesh=(RANKS,),
+            dtype=torch.bfloat16, kernel=kernel, device="cuda", plain=plain,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["flash", "aten", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("strided", [False, True])
+def test_uneven_batches_of_any_dtype(pool: RankPool, kernel: str, dtype: torch.dtype, strided: bool) -> None:
+    check(
+        pool,
+        Case(
+            batch=2, seq_len=777, q_heads=4, kv_heads=4, head_dim=72, v_head_dim=72, window=(200, 100),
+            mesh=(RANKS,), dtype=dtype, kernel=kernel, device="cuda", strided=strided,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["flash", "reference"])
+def test_softcap(pool: RankPool, kernel: str) -> None:
+    check(
+        pool,
+        Case(
+            seq_len=1024, q_heads=4, kv_heads=2, head_dim=128, v_head_dim=128, window=(255, 0), mesh=(RANKS,),
+            dtype=torch.bfloat16, kernel=kernel, device="cuda", softcap=50.0,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("plain", [False, True])
+def test_edge_ranks_first_on_a_fresh_group(plain: bool) -> None:
+    pool = RankPool(RANKS, backend="nccl", timeout=120)
+    try:
+        check(pool, Case(seq_len=512, window=(1, 0), mesh=(RANKS,), dtype=torch.float32, kernel="reference",
+                         device="cuda", plain=plain))  # fmt: skip
+    finally:
+        pool.close()

@@ -1,0 +1,144 @@
+"""Every kernel that this machine can run, on bands of all kinds, against a dense float64 mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.kernels import KERNELS, Request, choose
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# (dtype, largest relative error in the norm)
+DTYPES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3}
+
+
+def dense(request: Request, band: Band, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk, dv with the whole mask; rows that see no key give zeros and -inf."""
+    dout, *inputs = (x.double().detach() for x in tensors)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    repeats = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(repeats, 2)) * request.scale
+    if request.softcap:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
+    distance = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
+    seen = (distance >= band.lower) & (distance <= band.upper)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = torch.where(seen.any(-1)[:, None], weights, 0.0)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(repeats, 2))
+    lse = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def check(name: str, dtype: str, band: Band, sizes: dict[str, int], softcap: float, slices: bool) -> None:
+    kernel = KERNELS[name]
+    torch_dtype = getattr(torch, dtype)
+    request = Request(DEVICE, torch_dtype, sizes["d"], sizes["e"], sizes["d"] ** -0.5, softcap)
+    if kernel.supports(request) is not None:
+        return
+    generator = torch.Generator().manual_seed(sizes["m"] * 31 + sizes["n"])
+
+    def draw(rows: int, heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(sizes["b"], rows + 3 * slices, heads, width, generator=generator).to(DEVICE, torch_dtype)
+        return x[:, 3 * slices :]
+
+    heads = sizes["g"] * sizes["r"]
+    dout, q = draw(sizes["m"], heads, sizes["e"]), draw(sizes["m"], heads, sizes["d"])
+    k, v = draw(sizes["n"], sizes["g"], sizes["d"]), draw(sizes["n"], sizes["g"], sizes["e"])
+    # Results start as NaN: every element has to be written.
+    out, dq = (torch.full_like(x, float("nan")) for x in (dout, q))
+    wide = torch.promote_types(torch_dtype, torch.float32)
+    lse = torch.full((sizes["b"], heads, sizes["m"]), float("nan"), device=DEVICE, dtype=wide)
+    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.grad_dtype(torch_dtype)) for x in (k, v))
+    kernel.forward(request, q, k, v, band, out, lse)
+    kernel.backward(request, dout, q, k, v, out, lse, band, dq, dk, dv)
+    for what, got, want in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), dense(request, band, (dout, q, k, v)), strict=True
+    ):
+        if what == "lse":
+            assert torch.equal(got.isinf(), want.isinf()), "lse: other rows see no key"
+            got, want = got.nan_to_num(neginf=0.0, nan=1e9), want.nan_to_num(neginf=0.0)
+        # Where terms cancel, rounding is relative to the terms: about 1 an element for these inputs.
+        error = float((got.double() - want).norm() / want.norm().clamp(min=0.3 * want.numel() ** 0.5))
+        assert error < DTYPES[dtype], f"{what}: {error}"
+
+
+@st.composite
+def bands(draw: st.DrawFn) -> tuple[Band, dict[str, int]]:
+    sizes = {name: draw(st.integers(1, top)) for name, top in {"b": 2, "m": 300, "n": 300, "g": 2, "r": 3}.items()}
+    sizes |= {name: draw(st.integers(1, 6)) for name in "de"} if DEVICE.type == "cpu" else {
+        name: draw(st.sampled_from([8, 20, 64, 128])) for name in "de"
+    }  # fmt: skip
+    lower = draw(st.integers(-sizes["m"] - 3, sizes["n"] + 3))
+    return Band(lower, lower + draw(st.integers(0, 200))), sizes
+
+
+# flash compiles a kernel for many of these cases, so it has a shorter list below.
+@pytest.mark.parametrize("name", ["aten", "reference"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@settings(max_examples=40)
+@given(band_and_sizes=bands(), softcap=st.sampled_from([0.0, 3.0]), slices=st.booleans())
+@example((Band(-5, -3), {"b": 1, "m": 9, "n": 4, "g": 1, "r": 2, "d": 8, "e": 8}), 0.0, False)
+@example((Band(0, 0), {"b": 1, "m": 1, "n": 1, "g": 1, "r": 1, "d": 8, "e": 8}), 0.0, False)
+@example((Band(-9, 300), {"b": 1, "m": 256, "n": 256, "g": 1, "r": 4, "d": 8, "e": 8}), 0.0, True)
+def test_bands(
+    name: str, dtype: str, band_and_sizes: tuple[Band, dict[str, int]], softcap: float, slices: bool
+) -> None:
+    request = Request(DEVICE, getattr(torch, dtype), 64, 64, 1.0)
+    if reason := KERNELS[name].supports(request):
+        pytest.skip(f"{name}: {reason}")
+    check(name, dtype, *band_and_sizes, softcap, slices)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("band", "m", "n"),
+    [
+        (Band(-40, 0), 300, 300),  # causal window
+        (Band(-300, 0), 300, 300),  # causal
+        (Band(-300, 300), 200, 300),  # full
+        (Band(-30, 20), 700, 650),  # both sides
+        (Band(10, 90), 300, 200),  # some rows see nothing
+        (Band(-290, -200), 300, 200),  # the lower corner
+        (Band(40, 400), 100, 150),  # the upper corner
+        (Band(-500, -400), 300, 200),  # nothing
+        (Band(-3, 700), 300, 300),  # open on the right
+    ],
+)
+def test_flash_bands(band: Band, m: int, n: int, softcap: float, dtype: str) -> None:
+    if reason := KERNELS["flash"].supports(Request(DEVICE, torch.bfloat16, 64, 64, 1.0)):
+        pytest.skip(f"flash: {reason}")
+    check("flash", dtype, band, {"b": 2, "m": m, "n": n, "g": 2, "r": 2, "d": 64, "e": 64}, softcap, True)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("name", ["flash", "aten"])
+@pytest.mark.parametrize(("d", "e"), [(192, 128), (256, 256), (80, 80), (64, 128), (128, 64), (16, 16)])
+def test_head_dims_on_gpu(name: str, d: int, e: int) -> None:
+    request = Request(DEVICE, torch.bfloat16, d, e, 1.0)
+    if reason := KERNELS[name].supports(request):
+        pytest.skip(f"{name}: {reason}")
+    check(name, "bfloat16", Band(-100, 0), {"b": 1, "m": 700, "n": 700, "g": 2, "r": 2, "d": d, "e": e}, 0.0, False)
+
+
+def test_reference_memory_grows_with_the_window_only() -> None:
+    rows, request = 20_000, Request(torch.device("cpu"), torch.float32, 4, 4, 1.0)
+    q, k, v = (torch.randn(1, rows, 1, 4) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(1, 1, rows)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        KERNELS["reference"].forward(request, q, k, v, Band(-63, 0), out, lse)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    # One tile: 128 rows by 191 keys, at most 8 bytes each, and the allocator's rounding.
+    assert 0 < largest <= 8 * 128 * 191 + 512
+
+
+def test_a_named_kernel_never_falls_back() -> None:
+    request = Request(torch.device("cpu"), torch.float64, 8, 8, 1.0)
+    for name in ("aten", "flash"):
+        with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*'reference'"):
+            choose(name, request)
+    assert choose("auto", request) is KERNELS["reference"]
+    with pytest.raises(ValueError, match="unknown kernel 'cudnn'"):
+        choose("cudnn", request)
