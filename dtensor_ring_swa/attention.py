@@ -111,9 +111,8 @@ def ring_attention(
         check_name(kernel)
         refuse_unfinished(sinks, sink_tokens, cu_seqlens, layout, load_balance)
         check_tensors(q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         check_options(softcap, scale)
-        if isinstance(q, DTensor):
+        if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
             check_dtensors(q, k, v, mesh)
         if group is None:
             seq_len = check_length(q, seq_len)
@@ -126,6 +125,7 @@ def ring_attention(
     if error is not None:
         raise error
 
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _ = attention(
         q, k, v, *window, scale, softcap, kernel, deterministic,
         q.shape[1] if seq_len is None else seq_len, "" if group is None else group.group_name,

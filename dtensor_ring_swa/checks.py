@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from zlib import crc32
 
 import torch
@@ -67,11 +68,11 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
         raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {shapes}")
 
 
-def check_options(softcap: float, scale: float) -> None:
+def check_options(softcap: float, scale: float | None) -> None:
     """Raise ValueError unless both are finite numbers, and ``softcap`` is not negative."""
-    if not 0.0 <= softcap < float("inf"):
+    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be a positive number, or 0.0 for none, got {softcap!r}")
-    if not abs(scale) < float("inf"):
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
         raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
 
 
@@ -94,9 +95,7 @@ def check_layout(layout: str) -> None:
         raise NotImplementedError(f"layout={layout!r} is not supported yet; pass contiguous shards")
 
 
-def refuse_unfinished(
-    sinks: object, sink_tokens: int, cu_seqlens: object, layout: str, load_balance: str
-) -> None:
+def refuse_unfinished(sinks: object, sink_tokens: int, cu_seqlens: object, layout: str, load_balance: str) -> None:
     """Raise for the parts of the contract that are not built yet, and for values that never will be.
 
     Raises:

@@ -199,9 +199,7 @@ def _unwrap(q: DTensor, k: DTensor, v: DTensor) -> _Shards:
     return _Shards(how, mesh, heads, (local_q, local_k, local_v), group_name)
 
 
-def _wrap(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
     """A DTensor of a contiguous shard; the global shape is given, since uneven shards do not tell it."""
     stride = [1]
     for size in reversed(shape[1:]):

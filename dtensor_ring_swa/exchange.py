@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.groups import exchange_group
 from dtensor_ring_swa.plan import Plan, Transfer
 
 
@@ -55,54 +55,79 @@ def pack(k_BnGD: torch.Tensor, v_BnGE: torch.Tensor) -> torch.Tensor:
     return torch.cat((k_BnGD.flatten(), v_BnGE.flatten()))
 
 
-@dataclass
-class Pending:
-    """Messages on their way. The buffers live until ``wait`` returns."""
+class Exchange:
+    """The messages of one exchange, posted together.
 
-    works: list[dist.Work]
-    sent: list[torch.Tensor]
-    received: list[torch.Tensor]
+    On CPU they are posted at once. On CUDA posting takes the host longer than launching a kernel, so
+    it is put off until ``wait``: the caller launches what does not need the messages first, and they
+    leave from a stream of their own, which waits for what was queued before them and nothing since.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        outgoing: Sequence[Transfer],
+        sends: Sequence[torch.Tensor],
+        incoming: Sequence[Transfer],
+        receives: Sequence[torch.Tensor],
+    ) -> None:
+        self._group = group
+        self._sends = list(zip(outgoing, sends, strict=True))
+        self._receives = list(zip(incoming, receives, strict=True))
+        self._works: list[dist.Work] = []
+        # All ranks agree on emptiness: a row has elements on all of them or on none.
+        self._posted = group is None or not any(m.numel() for m in (*sends, *receives))
+        self._ready: torch.cuda.Event | None = None
+        if self._posted:
+            return
+        if (*sends, *receives)[0].is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        else:
+            self._post()
 
     def wait(self) -> list[torch.Tensor]:
         """The received messages. On CUDA the current stream waits, not the host."""
-        for work in self.works:
+        if not self._posted and self._ready is not None:
+            stream = _exchange_stream(torch.cuda.current_device())
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._ready)
+                self._post()
+        for work in self._works:
             work.wait()
-        self.works, self.sent = [], []
-        return self.received
+        # Sent buffers may be freed from here on: the current stream has waited for the last use.
+        self._sends, self._works = [], []
+        return [message for _, message in self._receives]
+
+    def _post(self) -> None:
+        ops = [
+            dist.P2POp(op, message, group=self._group, group_peer=transfer.peer)
+            for op, messages in ((dist.isend, self._sends), (dist.irecv, self._receives))
+            for transfer, message in messages
+        ]
+        self._works, self._posted = dist.batch_isend_irecv(ops), True
 
 
-def _exchange(
-    group: ProcessGroup | None,
-    outgoing: Sequence[Transfer],
-    sends: Sequence[torch.Tensor],
-    incoming: Sequence[Transfer],
-    receives: Sequence[torch.Tensor],
-) -> Pending:
-    """Post every message of one exchange at once; peers are ranks within the group."""
-    # All ranks agree on emptiness: a row has elements on all of them or on none.
-    if group is None or not any(m.numel() for m in (*sends, *receives)):
-        return Pending([], [], list(receives))
-    group = exchange_group(group)
-    ops = [dist.P2POp(dist.isend, m, group=group, group_peer=t.peer) for t, m in zip(outgoing, sends, strict=True)]
-    ops += [dist.P2POp(dist.irecv, m, group=group, group_peer=t.peer) for t, m in zip(incoming, receives, strict=True)]
-    return Pending(dist.batch_isend_irecv(ops), list(sends), list(receives))
+@lru_cache
+def _exchange_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def fetch_halo(
     plan: Plan, group: ProcessGroup | None, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor
-) -> Pending:
+) -> Exchange:
     """Send the neighbours the rows that they reach, and receive those that we reach.
 
     Args:
         plan: This rank's plan.
-        group: The context-parallel group; None if there is nothing to exchange.
+        group: The group to exchange on, of the context-parallel ranks; None on one device.
         k_BSGD: This rank's keys.
         v_BSGE: This rank's values.
         halo: Flat buffer to receive into, with room for the halo's rows.
     """
     sends = [pack(k_BSGD[:, t.start : t.stop], v_BSGE[:, t.start : t.stop]) for t in plan.sends]
     receives = Rows.of(k_BSGD, v_BSGE).messages(halo, plan.receives)
-    return _exchange(group, plan.sends, sends, plan.receives, receives)
+    return Exchange(group, plan.sends, sends, plan.receives, receives)
 
 
 def return_halo(
@@ -110,12 +135,12 @@ def return_halo(
     group: ProcessGroup | None,
     grads: Sequence[torch.Tensor],
     new_message: Callable[[int], torch.Tensor],
-) -> Pending:
+) -> Exchange:
     """The transpose of ``fetch_halo``: the halo's gradients go to its owners, ours come home.
 
     Args:
         plan: This rank's plan, the same as forward's.
-        group: The context-parallel group; None if there is nothing to exchange.
+        group: The group to exchange on, of the context-parallel ranks; None on one device.
         grads: Gradients of each neighbour's rows, packed, in the order of ``plan.receives``.
         new_message: Makes an empty message for a number of rows.
 
@@ -123,4 +148,4 @@ def return_halo(
         The exchange; its messages are gradients of the shard's rows, in the order of ``plan.sends``.
     """
     homecoming = [new_message(len(t)) for t in plan.sends]
-    return _exchange(group, plan.receives, grads, plan.sends, homecoming)
+    return Exchange(group, plan.receives, grads, plan.sends, homecoming)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,34 +55,30 @@ def exchange_group(group: ProcessGroup) -> ProcessGroup:
 
 def _private_nccl(group: ProcessGroup) -> ProcessGroup:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    private = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend="nccl",
-        pg_options=options,
-        use_local_synchronization=True,
-    )
+    private = _new_group(group, "nccl", options)
     # NCCL's first point-to-point batch of a group needs every rank, and ranks at the edge of the
     # sequence may have nothing to say: make the communicator with a collective.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=private)
     return private
 
 
+def _new_group(group: ProcessGroup, backend: str, options: Any = None) -> ProcessGroup:
+    """Another group of the same ranks, made by them alone."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group), backend=backend, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
 def _host_group(group: ProcessGroup) -> ProcessGroup:
     """A group that takes CPU tensors, made at the first call; then it is collective."""
     if group not in _host_groups:
-        _host_groups[group] = (
-            group
-            if dist.get_backend(group) == "gloo"
-            else dist.new_group(
-                dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-            )
-        )
+        _host_groups[group] = group if dist.get_backend(group) == "gloo" else _new_group(group, "gloo")
     return _host_groups[group]
 
 
-def agree(
-    group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error: Exception | None = None
-) -> int:
+def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error: Exception | None = None) -> int:
     """Let the ranks of ``group`` compare their calls on the host before any tensor moves.
 
     One message of a few integers each; no device is synchronised. A rank whose own check failed

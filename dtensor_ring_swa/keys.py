@@ -80,9 +80,7 @@ class KeyGradients:
         in_place = self._partial_dtype == self._totals[0].dtype
         if in_place and self._keys.overlaps(block) == [(self._keys.shard, range(*self._keys.shard_rows))]:
             return self._totals
-        return tuple(
-            x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals
-        )
+        return tuple(x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals)
 
     def add(self, block: Block, grads: tuple[torch.Tensor, ...]) -> None:
         """Take the filled buffers of a block, and split them where its keys came from."""
@@ -102,7 +100,7 @@ class KeyGradients:
         return self._totals[0].new_empty(self._keys.shape.numel(rows), dtype=self._partial_dtype)
 
     def total(self, sends: tuple[Transfer, ...], returned: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """dk and dv of the shard, with the neighbours' messages in the order of ``plan.sends``."""
+        """Dk and dv of the shard, with the neighbours' messages in the order of ``plan.sends``."""
         for transfer, message in zip(sends, returned, strict=True):
             self._shares.append((transfer.start, self._keys.shape.unpack(message, len(transfer))))
         for index, total in enumerate(self._totals):

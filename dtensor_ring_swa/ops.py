@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.exchange import Rows, fetch_halo, return_halo
-from dtensor_ring_swa.groups import resolve_group
+from dtensor_ring_swa.groups import exchange_group, resolve_group
 from dtensor_ring_swa.kernels import Request, choose
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
 from dtensor_ring_swa.plan import Block, Plan, make_plan
@@ -66,9 +66,9 @@ def attention(
             k, v = keys.of(block)
             chosen.forward(request, q_BSHD[:, rows], k, v, block.band, out[:, rows], lse[:, :, rows])
 
-    pending = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
+    exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
     compute(plan.interior)
-    pending.wait()
+    exchange.wait()
     compute(plan.boundary)
     return out, lse, halo
 
@@ -116,9 +116,9 @@ def attention_backward(
             grads.add(block, buffers)
 
     compute(plan.boundary)
-    pending = return_halo(plan, group, grads.messages(), grads.new_message)
+    exchange = return_halo(plan, group, grads.messages(), grads.new_message)
     compute(plan.interior)
-    dk, dv = grads.total(plan.sends, pending.wait())
+    dk, dv = grads.total(plan.sends, exchange.wait())
     return dq, dk, dv
 
 
@@ -135,9 +135,7 @@ def _(
 def _(
     dout_BSHE: torch.Tensor, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHD, k_BSGD, v_BSGE)
-    )
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHD, k_BSGD, v_BSGE))
     return dq, dk, dv
 
 
@@ -162,7 +160,9 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 def _plan_and_group(
     q_BSHD: torch.Tensor, left: int, right: int, seq_len: int, group_name: str
 ) -> tuple[Plan, ProcessGroup | None]:
-    group = resolve_group(group_name) if group_name else None
+    # Every rank comes through here, also those that will have nothing to say: making the group for
+    # the exchange is collective.
+    group = exchange_group(resolve_group(group_name)) if group_name else None
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     plan = make_plan(seq_len, ranks, rank, Window(left, right))
     if q_BSHD.shape[1] != plan.rows:
@@ -173,12 +173,8 @@ def _plan_and_group(
     return plan, group
 
 
-def _request(
-    q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: float, deterministic: bool
-) -> Request:
-    return Request(
-        q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic
-    )
+def _request(q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: float, deterministic: bool) -> Request:
+    return Request(q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic)
 
 
 def _empty_results(

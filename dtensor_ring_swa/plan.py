@@ -190,16 +190,12 @@ def _receives(seq_len: int, ranks: int, rank: int, left: int, right: int) -> tup
         position = first
         while position < last:
             stop = min(last, (position // chunk + 1) * chunk)
-            transfers.append(
-                Transfer(position // chunk, halo_start + position - first, halo_start + stop - first)
-            )
+            transfers.append(Transfer(position // chunk, halo_start + position - first, halo_start + stop - first))
             position = stop
     return tuple(transfers)
 
 
-def _sends(
-    seq_len: int, ranks: int, rank: int, reach_left: int, reach_right: int
-) -> tuple[Transfer, ...]:
+def _sends(seq_len: int, ranks: int, rank: int, reach_left: int, reach_right: int) -> tuple[Transfer, ...]:
     """The rows of this shard that lie in each neighbour's halo."""
     mine = shard(seq_len, ranks, rank)
     transfers: list[Transfer] = []

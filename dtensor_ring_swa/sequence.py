@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,22 @@ from dtensor_ring_swa.layout import shard
 IGNORE_INDEX = -100
 
 
+@overload
 def shard_sequence(
-    mesh: DeviceMesh | ProcessGroup, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
+    mesh: DeviceMesh | ProcessGroup, tensor: torch.Tensor, /, *, dim: int = ..., layout: str = ...
+) -> torch.Tensor: ...
+@overload
+def shard_sequence(
+    mesh: DeviceMesh | ProcessGroup,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    /,
+    *more: torch.Tensor,
+    dim: int = ...,
+    layout: str = ...,
+) -> tuple[torch.Tensor, ...]: ...
+def shard_sequence(
+    mesh: DeviceMesh | ProcessGroup, /, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """This rank's shard of tensors that every rank holds whole. Nothing is sent.
 
@@ -47,8 +61,22 @@ def shard_sequence(
     return shards[0] if len(shards) == 1 else shards
 
 
+@overload
 def gather_sequence(
-    mesh: DeviceMesh | ProcessGroup, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
+    mesh: DeviceMesh | ProcessGroup, tensor: torch.Tensor, /, *, dim: int = ..., layout: str = ...
+) -> torch.Tensor: ...
+@overload
+def gather_sequence(
+    mesh: DeviceMesh | ProcessGroup,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    /,
+    *more: torch.Tensor,
+    dim: int = ...,
+    layout: str = ...,
+) -> tuple[torch.Tensor, ...]: ...
+def gather_sequence(
+    mesh: DeviceMesh | ProcessGroup, /, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The whole sequence on every rank, from ``shard_sequence``'s shards. Collective.
 
@@ -82,9 +110,7 @@ def gather_sequence(
 def wrap_shard(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> DTensor:
     """A shard as a DTensor of a known global shape, which uneven shards alone do not tell."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        x, mesh, [Shard(dim % x.ndim)], run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(x, mesh, [Shard(dim % x.ndim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def positions(

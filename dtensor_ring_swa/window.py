@@ -33,9 +33,7 @@ class Window:
                     "use -1 or None for an unlimited side"
                 )
             if value < UNLIMITED:
-                raise ValueError(
-                    f"window {side} must be >= 0 tokens, or -1 (or None) for unlimited, got {value}"
-                )
+                raise ValueError(f"window {side} must be >= 0 tokens, or -1 (or None) for unlimited, got {value}")
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.left, self.right))

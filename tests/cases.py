@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import torch
-from dtensor_ring_swa import Window, ring_attention, shard_sequence
-from dtensor_ring_swa.testing import dense_attention
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dtensor_ring_swa import Window, ring_attention, shard_sequence
+from dtensor_ring_swa.testing import dense_attention
 
 PLACEMENTS = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(2), "rep": Replicate()}
 
@@ -44,8 +46,9 @@ class Case:
         widths = [(self.q_heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim),
                   (self.q_heads, self.v_head_dim)]  # fmt: skip
         return tuple(
-            torch.randn(self.batch, self.seq_len, heads, dim, generator=generator, dtype=torch.float64)
-            .to(self.device, self.dtype)
+            torch.randn(self.batch, self.seq_len, heads, dim, generator=generator, dtype=torch.float64).to(
+                self.device, self.dtype
+            )
             for heads, dim in widths
         )
 
@@ -82,14 +85,14 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     assert out.to_local().shape[:3] == q.to_local().shape[:3]
     grads = torch.autograd.grad(out, leaves, dout)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
-    return [x.detach().full_tensor() for x in (out, lse, *grads)]
+    return [cast(DTensor, x).detach().full_tensor() for x in (out, lse, *grads)]
 
 
 def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of this rank's shard from a plain call."""
     shards = shard_sequence(mesh, *case.inputs())
     q, k, v, dout = (strided(x) if case.strided else x for x in shards)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     out, lse = ring_attention(
         *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, mesh=mesh,
         return_lse=True,
@@ -100,9 +103,9 @@ def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
 def expected(case: Case) -> list[torch.Tensor]:
     """The same five tensors from the dense oracle."""
     q, k, v, dout = (x.double() for x in case.inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = tuple(x.requires_grad_() for x in (q, k, v))
     window = Window.of(case.window)
-    out, lse = dense_attention(*leaves, (window.left, window.right), case.scale, case.softcap)
+    out, lse = dense_attention(q, k, v, (window.left, window.right), case.scale, case.softcap)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 import torch
+
 from dtensor_ring_swa.testing import RankPool
 
 # The suite is the same on every run; `pytest --hypothesis-profile=explore` looks for new cases.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cases import Case, errors, mesh_ranks
-from dtensor_ring_swa.testing import RankPool
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+
+from dtensor_ring_swa.testing import RankPool
+
+from cases import Case, errors, mesh_ranks
 
 TOLERANCE = 1e-10
 Pools = Callable[[int], RankPool]

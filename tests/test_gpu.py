@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import Case, errors
+
 from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.testing import RankPool
+
+from cases import Case, errors
 
 RANKS = min(torch.cuda.device_count(), 8)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs CUDA")]
@@ -73,10 +75,12 @@ def test_softcap(pool: RankPool, kernel: str) -> None:
 
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("plain", [False, True])
-def test_edge_ranks_first_on_a_fresh_group(plain: bool) -> None:
+@pytest.mark.parametrize("seq_len", [512, 1])
+def test_edge_ranks_first_on_a_fresh_group(seq_len: int, plain: bool) -> None:
+    # With one token all ranks but the first are empty, and still take part in making the group.
     pool = RankPool(RANKS, backend="nccl", timeout=120)
     try:
-        check(pool, Case(seq_len=512, window=(1, 0), mesh=(RANKS,), dtype=torch.float32, kernel="reference",
+        check(pool, Case(seq_len=seq_len, window=(1, 0), mesh=(RANKS,), dtype=torch.float32, kernel="reference",
                          device="cuda", plain=plain))  # fmt: skip
     finally:
         pool.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.kernels import KERNELS, Request, choose
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.kernels import KERNELS, Request, choose
+from dtensor_ring_swa.kernels.flash_band import _pieces
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (dtype, largest relative error in the norm)
@@ -79,6 +83,8 @@ def bands(draw: st.DrawFn) -> tuple[Band, dict[str, int]]:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @settings(max_examples=40)
 @given(band_and_sizes=bands(), softcap=st.sampled_from([0.0, 3.0]), slices=st.booleans())
+# More queries than keys, of which the last sees the only key because the right side is open.
+@example((Band(-2, 0), {"b": 1, "m": 3, "n": 1, "g": 1, "r": 1, "d": 8, "e": 8}), 0.0, False)
 @example((Band(-5, -3), {"b": 1, "m": 9, "n": 4, "g": 1, "r": 2, "d": 8, "e": 8}), 0.0, False)
 @example((Band(0, 0), {"b": 1, "m": 1, "n": 1, "g": 1, "r": 1, "d": 8, "e": 8}), 0.0, False)
 @example((Band(-9, 300), {"b": 1, "m": 256, "n": 256, "g": 1, "r": 4, "d": 8, "e": 8}), 0.0, True)
@@ -89,6 +95,25 @@ def test_bands(
     if reason := KERNELS[name].supports(request):
         pytest.skip(f"{name}: {reason}")
     check(name, dtype, *band_and_sizes, softcap, slices)
+
+
+def test_flash_pieces_show_what_the_band_shows() -> None:
+    # As FlashAttention-2 reads a window: a lone open side counts as the number of keys.
+    for m, n, lower, width in itertools.product(range(1, 7), range(1, 7), range(-8, 8), range(0, 15)):
+        shown: list[tuple[int, int]] = []
+        for rows, keys, (left, right) in _pieces(Band(lower, lower + width), m, n):
+            assert all(side is None or 0 <= side < len(keys) for side in (left, right))
+            lone = len(keys) if (left is None) != (right is None) else m + n
+            first, last = (lone if side is None else side for side in (left, right))
+            diagonal = len(keys) - len(rows)
+            shown += [
+                (row, key)
+                for i, row in enumerate(rows)
+                for j, key in enumerate(keys)
+                if i + diagonal - first <= j <= i + diagonal + last
+            ]
+        want = {(i, j) for i in range(m) for j in range(n) if lower <= j - i <= lower + width}
+        assert len(shown) == len(want) and set(shown) == want
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -129,7 +154,7 @@ def test_reference_memory_grows_with_the_window_only() -> None:
     out, lse = torch.empty_like(q), torch.empty(1, 1, rows)
     with torch.profiler.profile(profile_memory=True) as profile:
         KERNELS["reference"].forward(request, q, k, v, Band(-63, 0), out, lse)
-    largest = max(event.cpu_memory_usage for event in profile.events())
+    largest = max(event.cpu_memory_usage for event in profile.events() or [])
     # One tile: 128 rows by 191 keys, at most 8 bytes each, and the allocator's rounding.
     assert 0 < largest <= 8 * 128 * 191 + 512
 

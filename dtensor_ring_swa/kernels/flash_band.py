@@ -32,13 +32,14 @@ def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         lse_BHM: torch.Tensor,
     ) -> None:
         """Write out and lse; see ``Kernel.forward``."""
-        rows, keys, window = _cut(band, q_BMHD, k_BNGD)
-        if len(range(q_BMHD.shape[1])[rows]) < q_BMHD.shape[1]:
+        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
+        if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
             out_BMHE.zero_()
             lse_BHM.fill_(float("-inf"))
-        q, k, v = q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys]
-        if q.numel():
-            run(request, q, k, v, window, out_BMHE[:, rows], lse_BHM[:, :, rows])
+        for rows, keys, window in pieces:
+            k, v = _cut(k_BNGD, keys), _cut(v_BNGE, keys)
+            lse = lse_BHM[:, :, rows.start : rows.stop]
+            run(request, _cut(q_BMHD, rows), k, v, window, _cut(out_BMHE, rows), lse)
 
     return forward
 
@@ -60,16 +61,29 @@ def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         dv_BNGE: torch.Tensor,
     ) -> None:
         """Write dq and the shares of dk and dv; see ``Kernel.backward``."""
-        rows, keys, window = _cut(band, q_BMHD, k_BNGD)
-        for grad, kept in ((dq_BMHD, rows), (dk_BNGD, keys), (dv_BNGE, keys)):
-            if grad[:, kept].shape != grad.shape:
-                grad.zero_()
-        q, k, v = q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys]
-        if q.numel():
+        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
+        if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
+            dq_BMHD.zero_()
+        # Where pieces share keys, their shares are summed in float32 and rounded once.
+        sums = (dk_BNGD, dv_BNGE)
+        if len(pieces) > 1:
+            sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in sums)
+        elif not pieces or len(pieces[0][1]) < k_BNGD.shape[1]:
+            dk_BNGD.zero_()
+            dv_BNGE.zero_()
+        for rows, keys, window in pieces:
+            k, v, *totals = (_cut(x, keys) for x in (k_BNGD, v_BNGE, *sums))
+            shares = [torch.empty_like(x) for x in (k, v)] if len(pieces) > 1 else totals
             run(
-                request, dout_BMHE[:, rows], q, k, v, out_BMHE[:, rows], lse_BHM[:, :, rows], window,
-                dq_BMHD[:, rows], dk_BNGD[:, keys], dv_BNGE[:, keys],
+                request, _cut(dout_BMHE, rows), _cut(q_BMHD, rows), k, v, _cut(out_BMHE, rows),
+                lse_BHM[:, :, rows.start : rows.stop], window, _cut(dq_BMHD, rows), *shares,
             )  # fmt: skip
+            if len(pieces) > 1:
+                for total, share in zip(totals, shares, strict=True):
+                    total += share
+        if len(pieces) > 1:
+            dk_BNGD.copy_(sums[0])
+            dv_BNGE.copy_(sums[1])
 
     return backward
 
@@ -86,10 +100,32 @@ def multiple_of_8(width: int) -> int:
     return -(-width // 8) * 8
 
 
-def _cut(band: Band, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor) -> tuple[slice, slice, FlashWindow]:
-    rows, keys, inner = band.trim(q_BMHD.shape[1], k_BNGD.shape[1])
-    left, right = inner.flash_window(len(rows), len(keys))
-    # A side as wide as the keys hides nothing. FlashAttention-2 turns such a window into an infinite
-    # one by itself, and completes a lone open side to the number of keys.
-    window = (left if left < len(keys) else None), (right if right < len(keys) else None)
-    return slice(rows.start, rows.stop), slice(keys.start, keys.stop), window
+def _pieces(band: Band, q_len: int, k_len: int) -> list[tuple[range, range, FlashWindow]]:
+    """Query rows, the keys that they see, and the window between: one piece, in rare shapes up to three.
+
+    FlashAttention-2 turns a side as wide as the keys into an open one, and completes a lone open side
+    to the number of keys, counted from the aligned diagonal. With more queries than keys, neither is
+    the same band. The queries that see every key are then a piece of their own, open on both sides,
+    and what is left above and below has fewer queries than keys.
+    """
+    rows, keys, inner = band.trim(q_len, k_len)
+    if not rows:
+        return []
+    if len(rows) <= len(keys) or inner.upper - inner.lower < len(keys) - 1:
+        left, right = inner.flash_window(len(rows), len(keys))
+        return [(rows, keys, (left if left < len(keys) else None, right if right < len(keys) else None))]
+    first, last = max(0, len(keys) - 1 - inner.upper), min(len(rows), 1 - inner.lower)
+    pieces: list[tuple[range, range, FlashWindow]] = [(rows[first:last], keys, (None, None))]
+    for start, stop in ((0, first), (last, len(rows))):
+        shifted = Band(inner.lower + start, inner.upper + start)
+        for part, part_keys, window in _pieces(shifted, stop - start, len(keys)):
+            pieces.append((_shifted(part, rows.start + start), _shifted(part_keys, keys.start), window))
+    return pieces
+
+
+def _shifted(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)
+
+
+def _cut(x: torch.Tensor, rows: range) -> torch.Tensor:
+    return x[:, rows.start : rows.stop]

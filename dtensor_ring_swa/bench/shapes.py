@@ -1,0 +1,100 @@
+"""The attention layers of real models, by name.
+
+Head counts, head dims and windows are those of the models' published configurations. Hugging Face's
+``sliding_window`` counts the query's own token, so a model's 4096 is ``Window.tokens(4096)``, (4095, 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dtensor_ring_swa.window import Window
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention, on any number of tokens.
+
+    Attributes:
+        name: What ``--shape`` calls it.
+        q_heads: Query heads.
+        kv_heads: Key/value heads; divides ``q_heads``.
+        head_dim: Width of q and k.
+        v_head_dim: Width of v and of the output.
+        window: Neighbours visible to each token.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 is off.
+        note: What the benchmark leaves out of the model's layer, if anything.
+
+    Raises:
+        ValueError: If no layer can have these numbers.
+    """
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: Window
+    softcap: float = 0.0
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith(("heads", "head_dim"))}
+        if min(sizes.values()) < 1:
+            raise ValueError(f"shape {self.name!r}: heads and head dims must be at least 1, got {sizes}")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"shape {self.name!r}: {self.q_heads} query heads are not a multiple of {self.kv_heads} "
+                "key/value heads; pass --kv-heads"
+            )
+        if not 0.0 <= self.softcap < float("inf"):
+            raise ValueError(f"shape {self.name!r}: softcap must be >= 0, got {self.softcap}")
+
+    def __str__(self) -> str:
+        width = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        cap = f", softcap {self.softcap:g}" if self.softcap else ""
+        return (
+            f"{self.name}: {self.q_heads}/{self.kv_heads} heads of {width}, "
+            f"window ({self.window.left}, {self.window.right}){cap}"
+        )
+
+
+def _causal(
+    name: str, q_heads: int, kv_heads: int, head_dim: int, tokens: int, softcap: float = 0.0, note: str = ""
+) -> Shape:
+    return Shape(name, q_heads, kv_heads, head_dim, head_dim, Window.tokens(tokens), softcap, note)
+
+
+_NO_SINKS = "the model's learned sinks are left out"
+
+_ALL = (
+    _causal("mistral-7b", 32, 8, 128, 4096),
+    _causal("gemma-2-2b", 8, 4, 256, 4096, softcap=50.0),
+    _causal("gemma-2-9b", 16, 8, 256, 4096, softcap=50.0),
+    _causal("gemma-2-27b", 32, 16, 128, 4096, softcap=50.0),
+    _causal("gemma-3-4b", 8, 4, 256, 1024),
+    _causal("gemma-3-12b", 16, 8, 256, 1024),
+    _causal("gemma-3-27b", 32, 16, 128, 1024),
+    _causal("gpt-oss", 64, 8, 64, 128, note=_NO_SINKS),
+    _causal("phi-3-mini", 32, 32, 96, 2047),
+    Shape("modernbert-base", 12, 12, 64, 64, Window(64, 64)),
+    _causal("command-r7b", 32, 8, 128, 4096),
+    _causal("olmo-3-7b", 32, 32, 128, 4096),
+    _causal("ministral-8b", 32, 8, 128, 32768),
+    Shape("mimo-v2-flash", 64, 8, 192, 128, Window.tokens(128), note=_NO_SINKS),
+    _causal("cwm-32b", 48, 8, 128, 8192),
+    _causal("exaone-4-32b", 40, 8, 128, 4096),
+)
+
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in _ALL}
+
+
+def find(name: str) -> Shape:
+    """The shape of this name.
+
+    Raises:
+        ValueError: If there is none; it lists those there are.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"unknown shape {name!r}; choose from {', '.join(SHAPES)}, or give --heads and so on")
+    return SHAPES[name]
