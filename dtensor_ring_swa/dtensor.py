@@ -64,7 +64,7 @@ def sharding(
         for name, placement in (("q", q[axis]), ("k and v", k[axis])):
             if not (placement.is_replicate() or _shard_dim(placement) in _LSE_DIM):
                 raise ValueError(
-                    f"{name} cannot be {placement} {where}; accepted are Shard(0) (batch), Shard(1) (sequence), "
+                    f"{name} cannot be {placement!r} {where}; accepted are Shard(0) (batch), Shard(1) (sequence), "
                     "Shard(2) (heads) and Replicate(): redistribute() it first"
                 )
         if mesh.size(axis) == 1:
@@ -75,7 +75,7 @@ def sharding(
             shared.add(k_dim is None)
         elif q_dim != k_dim:
             raise ValueError(
-                f"q is {q[axis]} and k and v are {k[axis]} {where}; batch and sequence must be sharded alike "
+                f"q is {q[axis]!r} and k and v are {k[axis]!r} {where}; batch and sequence must be sharded alike "
                 "(k and v may be Replicate() where q is sharded on heads)"
             )
         elif q_dim == _SEQUENCE:

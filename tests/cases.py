@@ -85,7 +85,7 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     assert out.to_local().shape[:3] == q.to_local().shape[:3]
     grads = torch.autograd.grad(out, leaves, dout)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
-    return [cast(DTensor, x).detach().full_tensor() for x in (out, lse, *grads)]
+    return [cast(DTensor, x.detach()).full_tensor() for x in (out, lse, *grads)]
 
 
 def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:

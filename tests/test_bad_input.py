@@ -1,0 +1,213 @@
+"""What cannot be honoured raises on every rank before anything is sent, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dtensor_ring_swa import Window, ring_attention
+from dtensor_ring_swa.testing import RankPool
+
+from cases import mesh_of
+
+Pools = Callable[[int], RankPool]
+
+
+def qkv(**shapes: Any) -> dict[str, torch.Tensor]:
+    sizes = {name: shapes.get(name, (1, 4, 2, 8)) for name in "qkv"}
+    return {name: torch.randn(size) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 5, 2, 8), "v": (1, 5, 2, 8)}, r"same length .*q \[1, 4, 2, 8\], k \[1, 5"),
+        ({"v": (1, 5, 2, 8)}, "same length"),
+        ({"k": (2, 4, 2, 8), "v": (2, 4, 2, 8)}, "same batch size"),
+        ({"q": (1, 4, 3, 8)}, r"multiple of those of k and v .*q \[1, 4, 3, 8\]"),
+        ({"v": (1, 4, 1, 8)}, "same number of heads"),
+        ({"k": (1, 4, 2, 6)}, "q and k must have the same head dim"),
+        ({"q": (4, 2, 8)}, r"q must be \[batch, sequence, heads, head_dim\], got 3 dims"),
+        ({"q": (1, 4, 0, 8)}, "at least 1"),
+    ],
+)
+def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ring_attention(**qkv(**change))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"window": (-2, 0)}, r"window left must be >= 0 tokens, or -1 .*got -2"),
+        ({"window": (0, -5)}, "window right"),
+        ({"window": 4}, r"Window.tokens\(n\)"),
+        ({"window": (1, 2, 3)}, "pair"),
+        ({"window": (1.5, 0)}, r"integer number of tokens, got 1\.5"),
+        ({"kernel": "cudnn"}, "unknown kernel 'cudnn'; choose 'auto'"),
+        ({"softcap": -1.0}, r"softcap .*got -1\.0"),
+        ({"softcap": float("nan")}, "softcap"),
+        ({"scale": float("inf")}, "scale"),
+        ({"scale": "0.1"}, "scale"),
+        ({"layout": "spiral"}, "layout must be"),
+        ({"load_balance": "maybe"}, "load_balance must be"),
+        ({"sink_tokens": -1}, "sink_tokens"),
+        ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
+        ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
+    ],
+)
+def test_options(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ring_attention(**qkv(), **option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kernel": "aten"}, {"kernel": "flash"}, {"sinks": torch.zeros(2)}, {"sink_tokens": 4},
+        {"cu_seqlens": torch.tensor([0, 4])}, {"layout": "striped"}, {"load_balance": "zigzag"},
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_never_dropped(option: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        ring_attention(**qkv(), **option)
+
+
+def test_dtypes_and_kinds() -> None:
+    tensors = qkv()
+    with pytest.raises(ValueError, match=r"q must be float64, .* got torch\.int64"):
+        ring_attention(**{name: x.long() for name, x in tensors.items()})
+    with pytest.raises(ValueError, match="same dtype"):
+        ring_attention(tensors["q"].double(), tensors["k"], tensors["v"])
+    with pytest.raises(ValueError, match="v must be a tensor or DTensor, got NoneType"):
+        ring_attention(tensors["q"], tensors["k"], None)  # type: ignore[arg-type]
+
+
+def raises(error: type[Exception], **arguments: Any) -> str:
+    """The error of a call on this rank, having checked that no message was sent for it."""
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("sent something")):
+        try:
+            ring_attention(**arguments)
+        except error as found:
+            return str(found)
+    raise AssertionError(f"nothing was raised, expected {error.__name__}")
+
+
+def on(names: tuple[str, ...], placements: list[Placement], shape: tuple[int, ...] = (2, 4, 4, 8)) -> DTensor:
+    mesh = mesh_of((2, 2) if len(names) == 2 else (4,), names)
+    return DTensor.from_local(torch.randn(shape), mesh, placements, run_check=False)
+
+
+def bad_placements() -> dict[str, str]:
+    two, sequence = ("dp", "cp"), [Replicate(), Shard(1)]
+    good = on(two, sequence)
+    cases: dict[str, dict[str, Any]] = {
+        "two axes": dict.fromkeys("qkv", on(two, [Shard(1), Shard(1)])),
+        "partial": dict.fromkeys("qkv", on(two, [Partial(), Shard(1)])),
+        "head dim": dict.fromkeys("qkv", on(two, [Shard(3), Shard(1)])),
+        "k and v": {"q": good, "k": good, "v": on(two, [Replicate(), Replicate()], (2, 8, 4, 8))},
+        "q and k": {"q": good} | dict.fromkeys("kv", on(two, [Replicate(), Replicate()], (2, 8, 4, 8))),
+        "batch": {"q": on(two, [Shard(0), Shard(1)], (1, 4, 4, 8))} | dict.fromkeys("kv", good),
+        "meshes": {"q": on(("cp",), [Shard(1)], (2, 2, 4, 8))} | dict.fromkeys("kv", good),
+        "mixed": {"q": good, "k": good, "v": torch.randn(2, 8, 4, 8)},
+        "heads": {"q": on(two, [Shard(2), Shard(1)], (2, 4, 3, 8))}
+        | dict.fromkeys("kv", on(two, [Shard(2), Shard(1)], (2, 4, 1, 8)))
+        | {"k": on(two, [Shard(2), Shard(1)], (2, 4, 3, 8)).redistribute(placements=[Replicate(), Shard(1)])},
+        "mesh": dict.fromkeys("qkv", good) | {"mesh": mesh_of((4,), ("cp",))},
+        "seq_len": dict.fromkeys("qkv", good) | {"seq_len": 9},
+    }
+    return {name: raises(ValueError, window=(3, 0), **arguments) for name, arguments in cases.items()}
+
+
+def test_placements(pools: Pools) -> None:
+    wanted = {
+        "two axes": "sharded on the mesh axes ['dp', 'cp']",
+        "partial": "q cannot be Partial",
+        "head dim": "accepted are Shard(0) (batch), Shard(1) (sequence), Shard(2) (heads) and Replicate()",
+        "k and v": "k and v must have the same placements",
+        "q and k": "batch and sequence must be sharded alike",
+        "batch": "batch and sequence must be sharded alike",
+        "meshes": "different meshes",
+        "mixed": "three DTensors or three plain tensors",
+        "heads": "k and v must have the same placements",
+        "mesh": "leave mesh= out for DTensors",
+        "seq_len": "seq_len=9 contradicts",
+    }
+    for messages in pools(4).run(bad_placements):
+        for name, message in wanted.items():
+            assert message in messages[name], f"{name}: {messages[name]}"
+
+
+def heads_that_do_not_divide() -> str:
+    names, q = ("tp", "cp"), [Shard(2), Shard(1)]
+    mesh = mesh_of((2, 2), names)
+    shape, stride = torch.Size((2, 8, 3, 8)), (192, 24, 8, 1)
+    heads = 2 - mesh.get_local_rank("tp")
+    x = DTensor.from_local(torch.randn(2, 4, heads, 8), mesh, q, run_check=False, shape=shape, stride=stride)
+    return raises(ValueError, q=x, k=x, v=x)
+
+
+def test_heads_that_do_not_divide_over_ranks(pools: Pools) -> None:
+    for message in pools(4).run(heads_that_do_not_divide):
+        assert "3 query heads and 3 key/value heads do not divide over 2 ranks" in message
+
+
+def bad_shards(what: str) -> str:
+    rank = dist.get_rank()
+    rows = 4
+    arguments: dict[str, Any] = {"window": (3, 0), "mesh": mesh_of((4,), ("cp",))}
+    tensors = qkv(**dict.fromkeys("qkv", (1, rows, 2, 8)))
+    if what == "lengths" and rank == 1:
+        tensors = qkv(**dict.fromkeys("qkv", (1, 3, 2, 8)))
+    if what == "one rank" and rank == 2:
+        tensors["k"] = torch.randn(1, 5, 2, 8)
+    if what == "window":
+        arguments["window"] = (3 + rank // 3, 0)
+    if what == "dtype" and rank == 3:
+        tensors = {name: x.double() for name, x in tensors.items()}
+    if what == "gradient":
+        tensors["q"].requires_grad_(rank == 0)
+    if what == "kernel" and rank == 0:
+        arguments["kernel"] = "nonsense"
+    if what == "2-D":
+        arguments["mesh"] = mesh_of((2, 2), ("dp", "cp"))
+    return raises(ValueError, **tensors, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "own", "others"),
+    [
+        ("lengths", 0, "are not torch.chunk's of 15 tokens", "are not torch.chunk's of 15 tokens"),
+        ("one rank", 2, "same length", "rank 2 of the context-parallel group refused"),
+        ("window", 0, "disagree on the window's left: [3, 3, 3, 4]", "disagree on the window's left"),
+        ("dtype", 0, "disagree on the dtype", "disagree on the dtype"),
+        ("gradient", 0, "disagree on whether a gradient is needed", "disagree on whether a gradient is needed"),
+        ("kernel", 0, "unknown kernel 'nonsense'", "rank 0 of the context-parallel group refused"),
+        ("2-D", 0, "pass a slice such as mesh['cp']", "pass a slice such as mesh['cp']"),
+    ],
+)
+def test_plain_shards_that_do_not_fit_raise_on_all_ranks(
+    pools: Pools, what: str, rank: int, own: str, others: str
+) -> None:
+    for found, message in enumerate(pools(4).run(bad_shards, what)):
+        assert (own if found == rank else others) in message
+
+
+def replicated_everywhere() -> float:
+    mesh = mesh_of((2, 2), ("dp", "cp"))
+    x = torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("sent something")):
+        out = ring_attention(whole, whole, whole, window=(2, 0), mesh=mesh)
+    assert isinstance(out, DTensor) and out.placements == (Replicate(), Replicate())
+    return float((out.to_local() - ring_attention(x, x, x, window=Window.tokens(3))).abs().max())
+
+
+def test_a_replicated_sequence_is_legal_and_sends_nothing(pools: Pools) -> None:
+    assert max(pools(4).run(replicated_everywhere)) == 0.0
