@@ -116,9 +116,6 @@ def bad_placements() -> dict[str, str]:
         "batch": {"q": on(two, [Shard(0), Shard(1)], (1, 4, 4, 8))} | dict.fromkeys("kv", good),
         "meshes": {"q": on(("cp",), [Shard(1)], (2, 2, 4, 8))} | dict.fromkeys("kv", good),
         "mixed": {"q": good, "k": good, "v": torch.randn(2, 8, 4, 8)},
-        "heads": {"q": on(two, [Shard(2), Shard(1)], (2, 4, 3, 8))}
-        | dict.fromkeys("kv", on(two, [Shard(2), Shard(1)], (2, 4, 1, 8)))
-        | {"k": on(two, [Shard(2), Shard(1)], (2, 4, 3, 8)).redistribute(placements=[Replicate(), Shard(1)])},
         "mesh": dict.fromkeys("qkv", good) | {"mesh": mesh_of((4,), ("cp",))},
         "seq_len": dict.fromkeys("qkv", good) | {"seq_len": 9},
     }
@@ -135,7 +132,6 @@ def test_placements(pools: Pools) -> None:
         "batch": "batch and sequence must be sharded alike",
         "meshes": "different meshes",
         "mixed": "three DTensors or three plain tensors",
-        "heads": "k and v must have the same placements",
         "mesh": "leave mesh= out for DTensors",
         "seq_len": "seq_len=9 contradicts",
     }

@@ -1,0 +1,88 @@
+"""A small decoder. It is written for one device: nothing in it knows how it will be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dtensor_ring_swa import RingAttention, Window
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder; ``window`` counts visible tokens, the query's own included."""
+
+    vocabulary: int = 256
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    window: int = 128
+    kernel: str = "auto"
+
+
+def rotate(x_BSHD: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864) of the rows at the given angles."""
+    first, second = x_BSHD.chunk(2, dim=-1)
+    cos, sin = (f(angles_SD)[:, None].to(x_BSHD.dtype) for f in (torch.cos, torch.sin))
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. ``core`` is the part that sees other tokens, the one to name in a plan."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.sizes = [config.heads * self.head_dim, config.kv_heads * self.head_dim, config.kv_heads * self.head_dim]
+        self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=False)
+        self.core = RingAttention(window=Window.tokens(config.window), kernel=config.kernel)
+        self.out = nn.Linear(self.sizes[0], config.dim, bias=False)
+
+    def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
+        """Mix each token with those in its window."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSC).split(self.sizes, dim=-1))
+        mixed_BSHD = self.core(rotate(q, angles_SD), rotate(k, angles_SD), v)
+        return self.out(mixed_BSHD.flatten(2))
+
+
+class Layer(nn.Module):
+    """Attention, then a gated feed-forward network, each with its norm and residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim)
+        self.gate_up = nn.Linear(config.dim, 6 * config.dim, bias=False)
+        self.down = nn.Linear(3 * config.dim, config.dim, bias=False)
+
+    def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
+        """One block of the decoder."""
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), angles_SD)
+        gate, up = self.gate_up(self.ffn_norm(x_BSC)).chunk(2, dim=-1)
+        return x_BSC + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Bytes to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+
+    def forward(self, tokens_BS: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, S, 256]`` of tokens ``[B, S]`` at these global positions ``[S]``."""
+        frequencies = 10000.0 ** -torch.arange(0, 1, 2 / self.head_dim, dtype=torch.float64, device=tokens_BS.device)
+        angles_SD = positions_S[:, None] * frequencies
+        x_BSC = self.embedding(tokens_BS)
+        for layer in self.layers:
+            x_BSC = layer(x_BSC, angles_SD)
+        return self.head(self.norm(x_BSC))

@@ -1,0 +1,156 @@
+"""Train a byte-level language model with FSDP2 and context parallelism on a dp x cp mesh.
+
+    torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2
+
+With a GPU for each process it uses NCCL and the GPU kernels, without any it uses gloo; the flags are
+the same. Text, batches and first weights do not depend on the mesh, so neither does the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from data import batch_of, entropy, read_text
+from model import Decoder, ModelConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from tqdm import tqdm
+
+from dtensor_ring_swa import ContextParallel, next_token_labels, positions, shard_sequence, token_mean
+from dtensor_ring_swa.kernels import KERNELS
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def arguments() -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks: they share each sequence")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a whole sequence")
+    parser.add_argument("--window", type=int, default=128, help="tokens visible, the query's own included")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16 keeps float32 master weights")
+    parser.add_argument("--kernel", choices=["auto", *KERNELS], default="auto")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--max-norm", type=float, default=1.0, help="clip the global gradient norm to this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", help="a file or folder to train on instead of Python's standard library")
+    parser.add_argument("--metrics", help="write a JSON line a step here")
+    args = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for wrong, what in (
+        (
+            args.dp * args.cp != world,
+            f"--dp {args.dp} x --cp {args.cp} needs {args.dp * args.cp} processes, not {world}",
+        ),
+        (args.batch % max(args.dp, 1), f"--batch {args.batch} does not divide by --dp {args.dp}"),
+        (args.dim % (2 * args.heads), f"--dim {args.dim} does not divide into --heads {args.heads} of an even size"),
+        (args.heads % args.kv_heads, f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"),
+        (min(args.window, args.steps, args.seq_len) < 1, "--window, --steps and --seq-len must be at least 1"),
+        (args.text and not Path(args.text).exists(), f"--text {args.text} does not exist"),
+    ):
+        if wrong:
+            parser.error(what)
+    return args
+
+
+def start() -> tuple[torch.device, int]:
+    """Join the other processes, or be one process of one; return this process's device and rank."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    store = None if "RANK" in os.environ else dist.HashStore()
+    alone = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    return device, dist.get_rank()
+
+
+def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, everyone: DeviceMesh) -> Decoder:
+    """The same model on every mesh: context-parallel attention, parameters sharded over all ranks."""
+    torch.manual_seed(args.seed)
+    config = ModelConfig(256, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.kernel)
+    dtype = DTYPES[args.dtype]
+    # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
+    model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    parallelize_module(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(seq_len=args.seq_len)})
+    half = dtype == torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=everyone, mp_policy=policy)
+    fully_shard(model, mesh=everyone, mp_policy=policy)
+    return model
+
+
+def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> Iterator[dict[str, float]]:
+    """Train, and yield the metrics of each step."""
+    mesh = init_device_mesh(device.type, (args.dp, args.cp), mesh_dim_names=("dp", "cp"))
+    # FSDP shards over all ranks: those of one sequence hold different tokens, like those of one batch.
+    everyone = init_device_mesh(device.type, (args.dp * args.cp,), mesh_dim_names=("dp_cp",))
+    model = build(args, device, mesh, everyone)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    position = positions(mesh["cp"], args.seq_len, device=device)
+    mine = slice(*(args.batch // args.dp * (mesh.get_local_rank("dp") + end) for end in (0, 1)))
+    for step in range(args.steps):
+        began = time.perf_counter()
+        whole = batch_of(text, args.batch, args.seq_len, args.seed, step)[mine].to(device)
+        # Shift before sharding: a shard does not hold the label of its last token.
+        tokens, labels = shard_sequence(mesh["cp"], whole, next_token_labels(whole))
+        logits = model(tokens, position).flatten(0, 1)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        summed = F.cross_entropy(logits.to(exact), labels.flatten(), reduction="sum")
+        loss = token_mean(summed, (labels >= 0).sum(), everyone)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        metrics = {"loss": loss.item(), "grad_norm": norm.item()}
+        seconds = time.perf_counter() - began
+        yield {"step": step, **metrics, "tokens_per_s": args.batch * args.seq_len / seconds}
+
+
+def main() -> None:
+    """Train; rank 0 shows the progress and writes the metrics."""
+    args = arguments()
+    try:
+        text = read_text(args.text)
+        batch_of(text, 1, args.seq_len, 0, 0)
+    except ValueError as problem:
+        sys.exit(f"train.py: {problem}")
+    device, rank = start()
+    lines: list[str] = []
+    loss = float("nan")
+    with tqdm(total=args.steps, unit="step", disable=rank != 0, desc=f"dp {args.dp} x cp {args.cp}") as bar:
+        for metrics in train(args, text, device):
+            loss = metrics["loss"]
+            lines.append(json.dumps(metrics))
+            bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{metrics['tokens_per_s']:.0f}")
+            bar.update()
+    if rank == 0:
+        print(f"loss {loss:.4f} nats a byte after {args.steps} steps; the bytes' own entropy is {entropy(text):.4f}")
+        if args.metrics:
+            Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.metrics).write_text("\n".join(lines) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""examples/train.py: the same losses on every mesh, as its users start it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--seq-len=130", "--window=48", "--layers=2", "--dim=32", "--batch=2"]
+
+
+def train(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, str(ROOT / "examples" / "train.py"), *flags], capture_output=True, text=True, timeout=240
+    )
+
+
+def metrics(tmp_path: Path, dp: int, cp: int, *flags: str) -> list[dict[str, float]]:
+    path = tmp_path / f"{dp}x{cp}{''.join(flags)}.jsonl"
+    done = train(dp * cp, f"--dp={dp}", f"--cp={cp}", f"--metrics={path}", *SMALL, *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "own entropy is" in done.stdout
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("dtype", "loss", "norm"), [("float32", 1e-5, 1e-4), ("float64", 1e-9, 1e-9)])
+def test_every_mesh_gives_the_same_losses(tmp_path: Path, dtype: str, loss: float, norm: float) -> None:
+    # 130 tokens do not divide by 4 ranks: the last shard is shorter.
+    flags = (f"--dtype={dtype}", "--steps=20")
+    alone = metrics(tmp_path, 1, 1, *flags)
+    assert [line["step"] for line in alone] == list(range(20))
+    assert alone[-1]["loss"] < alone[0]["loss"] - 1
+    for dp, cp in ((1, 2), (2, 2), (1, 4)):
+        for one, other in zip(alone, metrics(tmp_path, dp, cp, *flags), strict=True):
+            assert set(other) == {"step", "loss", "grad_norm", "tokens_per_s"}
+            assert abs(one["loss"] - other["loss"]) < loss, f"dp {dp} x cp {cp}, step {one['step']}"
+            assert abs(one["grad_norm"] / other["grad_norm"] - 1) < norm, f"dp {dp} x cp {cp}, step {one['step']}"
+
+
+def test_the_window_matters_and_text_can_be_given(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    runs = [metrics(tmp_path, 1, 1, f"--text={text}", "--steps=2", f"--window={window}") for window in (1, 48)]
+    assert runs[0][0]["loss"] != runs[1][0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dp=2", "--cp=3"], "--dp 2 x --cp 3 needs 6 processes, not 1"),
+        (["--text=/nowhere"], "--text /nowhere does not exist"),
+        (["--window=0"], "must be at least 1"),
+        (["--kernel=fast"], "invalid choice: 'fast'"),
+        (["--heads=4", "--kv-heads=3"], "no multiple"),
+    ],
+)
+def test_bad_arguments(flags: list[str], message: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "train.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr
