@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtensor_ring_swa.attention import WindowLike, ring_attention
 from dtensor_ring_swa.groups import agree
 from dtensor_ring_swa.kernels import check_name
+from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.sequence import wrap_shard
 from dtensor_ring_swa.window import Window
 
@@ -106,21 +108,25 @@ class ContextParallel(ParallelStyle):
             return tuple(map(wrap, args)), {name: wrap(x) for name, x in kwargs.items()}
 
         def unwrap_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
-            if isinstance(outputs, (tuple, list)):
-                return type(outputs)(x.to_local() if isinstance(x, DTensor) else x for x in outputs)
-            return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+            return _map_structure(lambda x: x.to_local() if isinstance(x, DTensor) else x, outputs)
 
         module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
         module.register_forward_hook(unwrap_outputs)
         return module
 
     def _total_length(self, mesh: DeviceMesh, tensors: list[torch.Tensor]) -> int:
-        if self.seq_len is not None:
-            return self.seq_len
         lengths = {x.shape[self.seq_dim] for x in tensors}
+        shapes = [list(x.shape) for x in tensors]
         error = None
         if len(lengths) > 1:
-            error = ValueError(f"inputs differ in length on dim {self.seq_dim}: {[list(x.shape) for x in tensors]}")
+            error = ValueError(f"inputs differ in length on dim {self.seq_dim}: {shapes}")
+        if self.seq_len is not None:
+            rows = len(shard(self.seq_len, mesh.size(), mesh.get_local_rank()))
+            if error is None and lengths != {rows}:
+                error = ValueError(f"seq_len={self.seq_len} gives this rank {rows} tokens, got inputs of {shapes}")
+            if error is not None:
+                raise error
+            return self.seq_len
         if torch.compiler.is_compiling():
             return lengths.pop() * mesh.size()
         return agree(mesh.get_group(), ("the length of a shard",), tuple(lengths), error)
@@ -128,3 +134,13 @@ class ContextParallel(ParallelStyle):
 
 def _is_sequence(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.is_floating_point()
+
+
+def _map_structure(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply ``function`` to the leaves of tuples, named tuples, lists and dicts."""
+    if isinstance(x, dict):
+        return type(x)((name, _map_structure(function, value)) for name, value in x.items())
+    if isinstance(x, (tuple, list)):
+        values = [_map_structure(function, value) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    return function(x)

@@ -198,4 +198,5 @@ def token_mean(
             ranks *= dist.get_world_size(group)
     tokens = totals[1].clamp(min=1)
     share = loss_sum * ((ranks if gradients == "mean" else 1) / tokens).to(loss_sum.dtype)
-    return share + ((totals[0] / tokens).to(loss_sum.dtype) - share.detach())
+    # The share's value cancels exactly and leaves its gradient.
+    return (totals[0] / tokens).to(loss_sum.dtype) + (share - share.detach())

@@ -77,9 +77,11 @@ def start() -> tuple[torch.device, int]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    store = None if "RANK" in os.environ else dist.HashStore()
-    alone = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
     return device, dist.get_rank()
 
 

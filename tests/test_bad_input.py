@@ -19,7 +19,7 @@ from cases import mesh_of
 Pools = Callable[[int], RankPool]
 
 
-def qkv(**shapes: Any) -> dict[str, torch.Tensor]:
+def qkv(**shapes: Any) -> dict[str, Any]:
     sizes = {name: shapes.get(name, (1, 4, 2, 8)) for name in "qkv"}
     return {name: torch.randn(size) for name, size in sizes.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_bfloat16_error_does_not_grow_with_ranks(pools: Pools) -> None:
     shapes = Case(seq_len=256, q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=(60, 0), dtype=torch.bfloat16)
     found = {}
     for ranks in (1, 8):
-        case = Case(**(vars(shapes) | {"mesh": (ranks,)}))
+        case = replace(shapes, mesh=(ranks,))
         found[ranks] = pools(ranks).run(errors, case)[0]
     for name, alone in found[1].items():
         assert found[8][name] <= 1.1 * alone, f"{name}: {found[8][name]} on 8 ranks, {alone} on one"

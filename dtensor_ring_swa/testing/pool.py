@@ -55,9 +55,8 @@ class RankPool:
         if not self._processes:
             self._start()
         message = pickle.dumps((function, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
         try:
+            self._send(message)
             return self._collect(time.monotonic() + (timeout or self.timeout))
         except BaseException:
             self.close()
@@ -83,24 +82,36 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
+    def _send(self, message: bytes) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                raise RankFailure(f"rank {rank} of {self.ranks} died") from None
+
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < self.ranks:
-            waiting = {self._pipes[rank]: rank for rank in range(self.ranks) if rank not in results}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            waiting = [rank for rank in range(self.ranks) if rank not in results]
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailure(f"ranks {sorted(waiting.values())} hung; ranks {sorted(results)} had finished")
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
-                try:
-                    ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    raise RankFailure(f"rank {rank} of {self.ranks} died") from None
-                if not ok:
-                    # The first to raise is the cause; its peers only time out waiting for it.
-                    raise RankFailure(f"rank {rank} of {self.ranks} raised:\n{value}")
-                results[rank] = value
+                raise RankFailure(f"ranks {waiting} hung; ranks {sorted(results)} had finished")
+            for rank in (rank for rank in waiting if self._pipes[rank] in ready):
+                results[rank] = self._receive(rank)
         return [results[rank] for rank in range(self.ranks)]
+
+    def _receive(self, rank: int) -> Any:
+        """The answer of one rank. The first to raise is the cause; its peers only wait for it in vain."""
+        try:
+            sound, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            raise RankFailure(f"rank {rank} of {self.ranks} died") from None
+        if sound:
+            return value
+        dead = [other for other, process in enumerate(self._processes) if not process.is_alive()]
+        if dead:
+            raise RankFailure(f"rank {dead[0]} of {self.ranks} died; rank {rank} then said:\n{value}")
+        raise RankFailure(f"rank {rank} of {self.ranks} raised:\n{value}")
 
 
 def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) -> None:
@@ -117,7 +128,7 @@ def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) ->
         except EOFError:
             return
         try:
-            answer = (True, function(*args))
+            answer = pickle.dumps((True, function(*args)))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)

@@ -1,0 +1,168 @@
+"""One case: a shape on this rank, with the device, the ranks and the random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import get_node_local_rank
+
+from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.bench.shapes import Shape
+from dtensor_ring_swa.kernels import Kernel, Request
+from dtensor_ring_swa.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The ranks, and this one's device."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    group: ProcessGroup
+    rank: int
+    ranks: int
+
+    def maximum(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks. Collective."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        return numbers.tolist()
+
+
+def local_device(wanted: str) -> torch.device:
+    """This process's device; needs no process group.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+    index = get_node_local_rank(fallback_rank=0)
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"local rank {index} has no GPU: there are {torch.cuda.device_count()}, one a rank is needed")
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def distributed(device: torch.device) -> Iterator[Environment]:
+    """The process group of torchrun's ranks, or of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+        yield Environment(device, mesh, mesh.get_group(), dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape on the ranks: ``rows`` tokens on each."""
+
+    shape: Shape
+    rows: int
+    batch: int
+    request: Request
+    kernel: Kernel
+    environment: Environment
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.rows * self.environment.ranks
+
+    @cached_property
+    def plan(self) -> Plan:
+        """This rank's plan."""
+        return make_plan(self.seq_len, self.environment.ranks, self.environment.rank, self.shape.window)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The window, cut to the sequence."""
+        return self.shape.window.reach(self.seq_len)
+
+    @property
+    def reached(self) -> slice:
+        """The global positions that this rank's rows reach: left halo, shard, right halo."""
+        return slice(self.plan.start - self.plan.left, self.plan.stop + self.plan.right)
+
+    @property
+    def band(self) -> Band:
+        """Between this rank's rows and the keys that they reach."""
+        plan, (left, right) = self.plan, self.reach
+        return Band(plan.left - left, plan.left + right).clip(plan.rows, plan.left + plan.rows + plan.right)
+
+    @property
+    def flops(self) -> int:
+        """Useful operations of this rank's forward; backward does 2.5 times as many."""
+        shape = self.shape
+        return self.plan.flops(
+            q_heads=shape.q_heads, head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, batch=self.batch
+        )
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of K and V, over the batch."""
+        return self.batch * self.shape.kv_heads * (self.shape.head_dim + self.shape.v_head_dim)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """In which the kernel writes partial dk and dv."""
+        return self.kernel.grad_dtype(self.request.dtype)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """In which partial results are merged."""
+        return torch.promote_types(self.request.dtype, torch.float32)
+
+
+_TENSORS = ("q", "k", "v", "dout")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of random inputs. Any rank can make any rank's shard, so baselines need no set-up messages."""
+
+    case: Case
+    index: int
+    _own: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def own(self, tensor: str) -> torch.Tensor:
+        """This rank's shard of ``"q"``, ``"k"``, ``"v"`` or ``"dout"``, made once and shared."""
+        if tensor not in self._own:
+            self._own[tensor] = self.shard(tensor, self.case.environment.rank)
+        return self._own[tensor]
+
+    def shard(self, tensor: str, rank: int) -> torch.Tensor:
+        """``rank``'s shard."""
+        case, shape = self.case, self.case.shape
+        seed = (self.index * case.environment.ranks + rank) * len(_TENSORS) + _TENSORS.index(tensor)
+        generator = torch.Generator(case.request.device).manual_seed(seed)
+        heads = shape.q_heads if tensor in ("q", "dout") else shape.kv_heads
+        width = shape.head_dim if tensor in ("q", "k") else shape.v_head_dim
+        size = (case.batch, case.rows, heads, width)
+        return torch.randn(size, dtype=case.request.dtype, device=case.request.device, generator=generator)
+
+    def run_of(self, tensor: str, start: int, stop: int) -> torch.Tensor:
+        """The rows at the global positions ``start:stop``, wherever they lie."""
+        rows = self.case.rows
+        parts = []
+        for rank in range(start // rows, -(-stop // rows)):
+            first, last = max(start - rank * rows, 0), min(stop - rank * rows, rows)
+            parts.append(self.shard(tensor, rank)[:, first:last])
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

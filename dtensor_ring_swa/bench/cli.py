@@ -1,0 +1,120 @@
+"""The command: refuse what cannot run, then run, predict or list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dtensor_ring_swa.bench.case import Case, Environment, distributed, local_device
+from dtensor_ring_swa.bench.options import BASELINES, DTYPES, Options, parse
+from dtensor_ring_swa.bench.report import case_table, device_name, plot, versions, write_json
+from dtensor_ring_swa.bench.run import OURS, run_case
+from dtensor_ring_swa.bench.shapes import SHAPES, Shape
+from dtensor_ring_swa.bench.simulate import simulate
+from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shape that can run here."""
+
+    shape: Shape
+    rows: int
+    request: Request
+    kernel: Kernel
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, 1 if ``--check`` found a fault, 2 if the command cannot be carried out. The
+        last is found out before the ranks meet, and on each of them.
+    """
+    try:
+        options = parse(argv)
+        if options.simulate_ranks is not None:
+            return simulate(options)
+        device = local_device(options.device)
+        if options.list:
+            print(_listing(device))
+            return 0
+        jobs = [_job(shape, options, device) for shape in options.shapes]
+    except (ValueError, NotImplementedError) as problem:
+        # One write: the lines of many ranks do not mix.
+        sys.stderr.write(f"bench: {problem}\n")
+        sys.stderr.flush()
+        return 2
+    with distributed(device) as environment:
+        return _run(jobs, options, environment)
+
+
+def _job(shape: Shape, options: Options, device: torch.device) -> Job:
+    """Check that a shape can run on this device.
+
+    Raises:
+        NotImplementedError: If the named kernel cannot serve it.
+        ValueError: If it cannot fit into the device's memory.
+    """
+    cuda = device.type == "cuda"
+    dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
+    rows = options.rows or (32768 if cuda else 512)
+    request = Request(
+        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap
+    )
+    try:
+        kernel = choose(options.kernel, request)
+    except NotImplementedError as problem:
+        raise NotImplementedError(f"{shape}: {problem}") from problem
+    if cuda:
+        # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
+        width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
+        least = 2 * options.batch * rows * width * dtype.itemsize
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if least > memory:
+            raise ValueError(
+                f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
+                "pass fewer --rows"
+            )
+    return Job(shape, rows, request, kernel)
+
+
+def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
+    record: dict[str, Any] = {
+        "versions": versions(), "device": device_name(environment.device), "ranks": environment.ranks,
+        "repeats": options.repeats, "batch": options.batch, "cases": [],
+    }  # fmt: skip
+    first = environment.rank == 0
+    for job in jobs:
+        case = Case(job.shape, job.rows, options.batch, job.request, job.kernel, environment)
+        dtype = str(job.request.dtype).removeprefix("torch.")
+        measured = run_case(case, options.baselines, options.repeats, options.check)
+        shape = asdict(job.shape)
+        record["cases"].append({"shape": shape, "dtype": dtype, "kernel": job.kernel.NAME, **measured})
+        if first:
+            print(
+                f"\n{job.shape}\n{job.rows} rows on each of {environment.ranks} x {record['device']}, "
+                f"batch {options.batch}, {dtype}, kernel {job.kernel.NAME}"
+                + (f" ({job.shape.note})" if job.shape.note else ""),
+            )
+            print(case_table(record["cases"][-1]), flush=True)
+    if first:
+        if options.json:
+            write_json(options.json, record)
+        if options.plot:
+            plot(options.plot, record)
+    return 1 if any(case["failures"] for case in record["cases"]) else 0
+
+
+def _listing(device: torch.device) -> str:
+    lines = ["shapes:", *(f"  {shape}{f' ({shape.note})' if shape.note else ''}" for shape in SHAPES.values())]
+    lines += [f"methods: {', '.join(kind.name for kind in OURS)} always; --baselines {','.join(BASELINES)}"]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lines += [f"kernels on {device_name(device)}, {str(dtype).removeprefix('torch.')}, head dim 128:"]
+    request = Request(device, dtype, 128, 128, 128**-0.5)
+    lines += [f"  {name}: {kernel.supports(request) or 'runs'}" for name, kernel in KERNELS.items()]
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""Tables, JSON and the chart."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.cuda import nccl
+
+_PACKAGES = ("dtensor-ring-swa", "torch", "triton", "flash-attn-4", "flash-attn", "ring_swa")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the numbers depend on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    # The checkout may be on the path without being installed, and torch says more than its metadata.
+    found["torch"] = str(torch.__version__)
+    found["cuda"] = torch.version.cuda
+    found["nccl"] = ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """What computes."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need; the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
+
+
+_HEADER = (
+    "method", "fwd ms", "+-", "TFLOP/s", "x ideal", "MB in", "counted",
+    "bwd ms", "+-", "TFLOP/s", "x ideal", "MB in", "counted", "host ms", "peak MB",
+)  # fmt: skip
+
+
+def case_table(case: dict[str, Any]) -> str:
+    """The numbers of one case, and what was left out with the reason."""
+    rows, notes = [], []
+    for method in case["methods"]:
+        if "skipped" in method:
+            notes.append(f"{method['name']} not run: {method['skipped']}")
+            continue
+        if "backward_skipped" in method:
+            notes.append(f"{method['name']} backward not run: {method['backward_skipped']}")
+        halves = [_half(method.get(direction)) for direction in ("forward", "backward")]
+        host = "/".join(_number(method.get(d, {}).get("host_ms"), 2) for d in ("forward", "backward"))
+        rows.append((method["name"], *halves[0], *halves[1], host, _megabytes(method["peak_bytes"])))
+    notes += [f"CHECK FAILED {failure}" for failure in case["failures"]]
+    return "\n".join([table(_HEADER, rows), *notes])
+
+
+def _half(numbers: dict[str, Any] | None) -> tuple[str, ...]:
+    if numbers is None:
+        return ("-",) * 6
+    return (
+        _number(numbers["ms"], 3), _number(numbers["iqr_ms"], 3), _number(numbers["tflops"], 1),
+        _number(numbers["ratio_to_ideal"], 3), _megabytes(numbers["received_predicted"]),
+        _megabytes(numbers["received_counted"]),
+    )  # fmt: skip
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e6:.2f}"
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write all numbers."""
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def plot(path: Path, record: dict[str, Any]) -> None:
+    """Draw one row of bars a case: milliseconds of each method, forward and backward.
+
+    Raises:
+        ImportError: If matplotlib is missing; the command line is refused before it comes to that.
+    """
+    # Looked up by name: an extra, and only drawing needs it.
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+
+    cases = record["cases"]
+    figure, axes = pyplot.subplots(len(cases), 2, figsize=(11, 2.6 * len(cases)), squeeze=False)
+    for case, row in zip(cases, axes, strict=True):
+        for direction, axis in zip(("forward", "backward"), row, strict=True):
+            ran = [method for method in case["methods"] if direction in method]
+            bars = axis.barh([m["name"] for m in ran], [m[direction]["ms"] for m in ran])
+            ratios = [m[direction]["ratio_to_ideal"] for m in ran]
+            axis.bar_label(bars, ["" if r is None else f"{r:.2f}x ideal" for r in ratios], padding=3, fontsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.25)
+            axis.set_xlabel("ms")
+            axis.set_title(f"{case['shape']['name']}, {case['rows']} rows a rank: {direction}", fontsize=9)
+    figure.suptitle(f"{record['ranks']} x {record['device']}, torch {record['versions']['torch']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

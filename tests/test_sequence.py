@@ -1,0 +1,259 @@
+"""Around the attention: shards, positions, labels and the mean over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring_swa import gather_sequence, next_token_labels, positions, shard_sequence, token_mean
+from dtensor_ring_swa.testing import RankPool
+
+from cases import mesh_of
+
+Pools = Callable[[int], RankPool]
+RANKS = (1, 2, 3, 4)
+LENGTHS = (1, 2, 3, 5, 7, 8)  # On 4 ranks: 1,0,0,0 1,1,0,0 1,1,1,0 2,2,1,0 2,2,2,1 2,2,2,2.
+
+
+def cp_mesh() -> DeviceMesh:
+    return mesh_of((dist.get_world_size(),), ("cp",))
+
+
+def axis(kind: str) -> Any:
+    return cp_mesh() if kind == "mesh" else dist.group.WORLD
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+# shard_sequence and positions
+
+
+def shards_of(seq_len: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(2 * seq_len * 3).view(2, seq_len, 3)
+    a, b = shard_sequence(cp_mesh(), x.movedim(1, dim), -x.movedim(1, dim), dim=dim)
+    return a, b
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_shards_are_torch_chunks(pools: Pools, ranks: int, dim: int) -> None:
+    for seq_len in LENGTHS:
+        x = torch.arange(2 * seq_len * 3).view(2, seq_len, 3).movedim(1, dim)
+        chunks = [*x.chunk(ranks, dim), *[x.narrow(dim, 0, 0)] * ranks][:ranks]
+        for chunk, (a, b) in zip(chunks, pools(ranks).run(shards_of, seq_len, dim), strict=True):
+            assert torch.equal(a, chunk) and torch.equal(b, -chunk)
+
+
+def positions_of(seq_len: int, kind: str) -> torch.Tensor:
+    return positions(axis(kind), seq_len)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", ["mesh", "group"])
+def test_positions_are_global(pools: Pools, ranks: int, kind: str) -> None:
+    for seq_len in LENGTHS:
+        parts = pools(ranks).run(positions_of, seq_len, kind)
+        chunk = -(-seq_len // ranks)
+        assert [len(x) for x in parts] == [max(0, min(chunk, seq_len - r * chunk)) for r in range(ranks)]
+        assert torch.equal(torch.cat(parts), torch.arange(seq_len))
+        assert {x.dtype for x in parts} == {torch.int64}
+
+
+def test_positions_without_a_mesh_are_all() -> None:
+    assert positions(None, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_positions_go_to_the_device() -> None:
+    assert positions(None, 5, device="meta").device.type == "meta"
+
+
+# gather_sequence
+
+
+def round_trips(seq_len: int, kind: str) -> bool:
+    x = torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(2 * seq_len).view(2, seq_len)
+    a, b = gather_sequence(axis(kind), *shard_sequence(axis(kind), x, y))
+    mine = shard_sequence(axis(kind), y, dim=-1)
+    assert isinstance(mine, torch.Tensor)
+    last = gather_sequence(axis(kind), mine, dim=-1)
+    assert isinstance(last, torch.Tensor)
+    return torch.equal(a, x) and torch.equal(b, y) and torch.equal(last, y)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", ["mesh", "group"])
+def test_gather_is_the_inverse_of_shard(pools: Pools, ranks: int, kind: str) -> None:
+    for seq_len in LENGTHS:
+        assert pools(ranks).run(round_trips, seq_len, kind) == [True] * ranks, seq_len
+
+
+def gather_gradient_error(seq_len: int) -> float:
+    x, weight = torch.randn(2, 2, seq_len, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = shard_sequence(cp_mesh(), x)
+    assert isinstance(mine, torch.Tensor)
+    mine.requires_grad_()
+    whole = gather_sequence(cp_mesh(), mine)
+    assert isinstance(whole, torch.Tensor)
+    (whole.square() * weight).sum().backward()
+    expected = shard_sequence(cp_mesh(), 2 * x * weight)
+    assert mine.grad is not None and isinstance(expected, torch.Tensor) and mine.grad.shape == expected.shape
+    return float((mine.grad - expected).abs().sum())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gradient_of_gather_is_its_rows_of_the_gradient_of_the_whole(pools: Pools, ranks: int) -> None:
+    for seq_len in LENGTHS:
+        assert max(pools(ranks).run(gather_gradient_error, seq_len)) < 1e-12, seq_len
+
+
+def gather_ones(rows: tuple[int, ...]) -> str:
+    return refusal(gather_sequence, cp_mesh(), torch.ones(1, rows[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("rows", [(2, 3), (3, 1), (0, 2)])
+def test_gather_of_other_shards_raises_on_every_rank(pools: Pools, rows: tuple[int, ...]) -> None:
+    for said in pools(2).run(gather_ones, rows):
+        assert said.startswith("ValueError") and str(list(rows)) in said and "shard_sequence" in said
+
+
+# Errors
+
+
+def refused_on_rank() -> list[str]:
+    x, mesh = torch.ones(1, 4), cp_mesh()
+    two_axes = mesh_of((1, dist.get_world_size()), ("dp", "cp"))
+    anything: Any = "cp"
+    return [
+        refusal(shard_sequence, mesh, x, torch.ones(1, 5)),
+        refusal(shard_sequence, mesh, x, dim=2),
+        refusal(shard_sequence, mesh, x, torch.ones(4)),
+        refusal(shard_sequence, mesh),
+        *(refusal(f, two_axes, y) for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
+        *(refusal(f, anything, y) for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
+        *(refusal(f, mesh, y, layout="ring") for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
+    ]
+
+
+def test_bad_arguments_raise_and_say_what_was_given(pools: Pools) -> None:
+    first, *others = pools(2).run(refused_on_rank)
+    assert others == [first]
+    assert all(said.startswith("ValueError") for said in first)
+    lengths, dim, missing_dim, nothing, *rest = first
+    assert "[1, 4], [1, 5]" in lengths and "dim 2" in dim and "[4]" in missing_dim and "one length" in nothing
+    for said in rest[:3]:
+        assert "('dp', 'cp')" in said and "mesh['cp']" in said
+    for said in rest[3:6]:
+        assert "got str" in said
+    for said in rest[6:]:
+        assert "'ring'" in said and "'contiguous'" in said
+
+
+# next_token_labels
+
+
+def test_labels_are_the_next_tokens_and_none_for_the_last() -> None:
+    tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
+    assert next_token_labels(tokens).tolist() == [[11, 12, 13, -100], [21, 22, 23, -100]]
+    assert tokens.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_last_token_of_each_document_has_no_label(dtype: torch.dtype) -> None:
+    labels = next_token_labels(torch.arange(8)[None], torch.tensor([0, 3, 8], dtype=dtype))
+    assert labels.tolist() == [[1, 2, -100, 4, 5, 6, 7, -100]]
+
+
+def test_an_empty_document_takes_no_label_away() -> None:
+    assert next_token_labels(torch.arange(6), torch.tensor([0, 0, 3, 3, 6])).tolist() == [1, 2, -100, 4, 5, -100]
+
+
+def test_ignore_index_is_the_callers() -> None:
+    assert next_token_labels(torch.arange(3), torch.tensor([0, 1, 3]), ignore_index=-1).tolist() == [-1, 2, -1]
+
+
+def test_labels_of_a_single_token_and_of_none() -> None:
+    assert next_token_labels(torch.tensor([5])).tolist() == [-100]
+    assert next_token_labels(torch.empty(2, 0, dtype=torch.long), torch.tensor([0])).shape == (2, 0)
+
+
+@pytest.mark.parametrize("ends", [[0, 9], [-1, 8]])
+def test_document_boundaries_outside_the_sequence_raise(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"\[0, 8\], got \[{ends[0]}, {ends[1]}\]"):
+        next_token_labels(torch.arange(8), torch.tensor(ends))
+
+
+# token_mean
+
+
+def losses_on_rank(counts: tuple[int, ...], gradients: Literal["mean", "sum"], shape: tuple[int, ...]) -> list[float]:
+    """The value, its gradient joined over the ranks, and both in one process."""
+    rank, ranks = dist.get_rank(), len(counts)
+    x = torch.randn(sum(counts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    start = sum(counts[:rank])
+
+    def losses(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (rows * weight - 1).square()
+
+    weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    mesh = mesh_of(shape, ("dp", "cp")) if len(shape) == 2 else cp_mesh()
+    value = token_mean(losses(x[start : start + counts[rank]], weight).sum(), counts[rank], mesh, gradients=gradients)
+    (grad,) = torch.autograd.grad(value, weight)
+    dist.all_reduce(grad)
+    if gradients == "mean":
+        grad /= ranks
+    alone = losses(x, weight).mean()
+    return [value.item(), grad.item(), alone.item(), torch.autograd.grad(alone, weight)[0].item()]
+
+
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("counts", "shape"), [((5,), (1,)), ((5, 1), (2,)), ((0, 7), (2,)), ((1, 2, 9), (3,)), ((3, 0, 1, 6), (2, 2))]
+)
+def test_token_mean_equals_one_process(
+    pools: Pools, counts: tuple[int, ...], shape: tuple[int, ...], gradients: str
+) -> None:
+    for value, grad, mean, mean_grad in pools(len(counts)).run(losses_on_rank, counts, gradients, shape):
+        assert value == pytest.approx(mean, rel=1e-12) and grad == pytest.approx(mean_grad, rel=1e-12)
+
+
+def float32_means(cases: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    sums, counts = 1000 * torch.rand(cases, generator=generator), torch.randint(1, 300, (cases,), generator=generator)
+    return torch.stack([token_mean(s, n, cp_mesh()) for s, n in zip(sums, counts, strict=True)])
+
+
+def test_token_mean_is_bitwise_the_same_on_every_rank(pools: Pools) -> None:
+    first, *others = pools(3).run(float32_means, 50)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def mean_of_nothing() -> tuple[float, float]:
+    weight = torch.ones(4, requires_grad=True)
+    value = token_mean(weight[:0].sum(), 0, cp_mesh())
+    value.backward()
+    assert weight.grad is not None
+    return value.item(), weight.grad.abs().sum().item()
+
+
+def test_token_mean_without_tokens_is_zero_with_zero_gradients(pools: Pools) -> None:
+    assert pools(2).run(mean_of_nothing) == [(0.0, 0.0)] * 2
+
+
+def test_token_mean_without_a_mesh_is_the_mean() -> None:
+    losses = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
+    value = token_mean(losses.sum(), torch.tensor(3), None)
+    value.backward()
+    assert value.item() == 3.0 and losses.grad is not None
+    assert torch.allclose(losses.grad, torch.full((3,), 1 / 3))
