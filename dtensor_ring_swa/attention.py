@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.checks import (
     FACTS,
+    check_layout,
     check_length,
     check_options,
     check_tensors,
@@ -83,8 +84,13 @@ def ring_attention(
         sinks: Learned sink logits; not supported yet.
         sink_tokens: First tokens visible to every query; not supported yet.
         cu_seqlens: Boundaries of packed documents; not supported yet.
-        layout: How positions lie on the ranks; only ``"contiguous"`` (``torch.chunk``'s shards) yet.
-        load_balance: ``"auto"`` or ``"none"``; nothing is moved yet for either.
+        layout: How positions lie on the ranks: ``"contiguous"`` (``torch.chunk``'s shards, of any
+            length), ``"striped"`` (token i on rank ``i % ranks``) or ``"zigzag"`` (of ``2 * ranks``
+            slices, rank r holds r and ``2 * ranks - 1 - r``). Shards in, shards out. The window
+            always counts positions in the sequence.
+        load_balance: For contiguous shards. ``"auto"`` deals q, k and v to the zigzag layout and out
+            back where the window is unlimited on one side, since the last rank has twice the mean
+            work otherwise; ``"striped"`` and ``"zigzag"`` do so for any window; ``"none"`` never.
         kernel: ``"auto"``, the fastest that can serve the call, or a name: ``"reference"``, ``"aten"``.
         mesh: For plain shards: a 1-D DeviceMesh or a ProcessGroup. DTensors carry their own.
         deterministic: Bitwise the same gradients on every run; raises where the kernel cannot.
@@ -109,7 +115,8 @@ def ring_attention(
     try:
         window = Window.of(window)
         check_name(kernel)
-        refuse_unfinished(sinks, sink_tokens, cu_seqlens, layout, load_balance)
+        check_layout(layout, load_balance)
+        refuse_unfinished(sinks, sink_tokens, cu_seqlens)
         check_tensors(q, k, v)
         check_options(softcap, scale)
         if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
@@ -117,7 +124,7 @@ def ring_attention(
         if group is None:
             seq_len = check_length(q, seq_len)
         else:
-            facts = facts_of(q, k, v, window, kernel, scale, softcap, deterministic)
+            facts = facts_of(q, k, v, window, kernel, scale, softcap, deterministic, layout, load_balance)
     except (ValueError, NotImplementedError) as problem:
         error = problem
     if group is not None and seq_len is None and dist.get_world_size(group) > 1:
@@ -127,7 +134,7 @@ def ring_attention(
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _ = attention(
-        q, k, v, *window, scale, softcap, kernel, deterministic,
+        q, k, v, *window, scale, softcap, kernel, deterministic, layout, load_balance,
         q.shape[1] if seq_len is None else seq_len, "" if group is None else group.group_name,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtensor_ring_swa.layout import Run
+from dtensor_ring_swa.window import UNLIMITED, Window
+
 
 @dataclass(frozen=True)
 class Band:
@@ -14,6 +17,19 @@ class Band:
 
     lower: int
     upper: int
+
+    @classmethod
+    def between(cls, queries: Run, keys: Run, window: Window) -> Band:
+        """The band between two runs of one step.
+
+        Query row i is at ``a + s * i`` and key row j at ``b + s * j``, so that the key is within
+        ``left`` tokens before and ``right`` after iff
+        ``ceil((a - b - left) / s) <= j - i <= floor((a - b + right) / s)``.
+        """
+        step, offset = queries.step, queries.start - keys.start
+        lower = -len(queries) if window.left == UNLIMITED else -((window.left - offset) // step)
+        upper = len(keys) if window.right == UNLIMITED else (offset + window.right) // step
+        return cls(lower, upper).clip(len(queries), len(keys))
 
     def clip(self, q_len: int, k_len: int) -> Band:
         """The same band with bounds no wider than a block of this size can tell apart."""

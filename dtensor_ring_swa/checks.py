@@ -8,13 +8,14 @@ from zlib import crc32
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring_swa.layout import LAYOUTS
 from dtensor_ring_swa.window import Window
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
 FACTS = (
     "the length of q", "the batch size", "the number of query heads", "the number of key/value heads",
     "the head dim of q and k", "the head dim of v", "the dtype", "the window's left", "the window's right",
-    "whether a gradient is needed", "kernel, scale, softcap or deterministic",
+    "whether a gradient is needed", "kernel, scale, softcap, deterministic, layout or load_balance",
 )  # fmt: skip
 
 
@@ -87,32 +88,28 @@ def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
     return q_BSHD.shape[1]
 
 
-def check_layout(layout: str) -> None:
-    """Raise ValueError for an unknown layout, NotImplementedError for one that is not built yet."""
-    if layout not in ("contiguous", "striped", "zigzag"):
-        raise ValueError(f"layout must be 'contiguous', 'striped' or 'zigzag', got {layout!r}")
-    if layout != "contiguous":
-        raise NotImplementedError(f"layout={layout!r} is not supported yet; pass contiguous shards")
-
-
-def refuse_unfinished(sinks: object, sink_tokens: int, cu_seqlens: object, layout: str, load_balance: str) -> None:
-    """Raise for the parts of the contract that are not built yet, and for values that never will be.
-
-    Raises:
-        ValueError: For an unknown ``layout`` or ``load_balance``, or negative ``sink_tokens``.
-        NotImplementedError: For known options that are not built yet.
-    """
-    check_layout(layout)
+def check_layout(layout: str, load_balance: str = "auto") -> None:
+    """Raise ValueError unless both are among the names that there are."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if load_balance not in ("auto", "none", "striped", "zigzag"):
         raise ValueError(f"load_balance must be 'auto', 'none', 'striped' or 'zigzag', got {load_balance!r}")
+    if layout != "contiguous" and load_balance in ("striped", "zigzag"):
+        raise ValueError(
+            f"load_balance={load_balance!r} re-deals contiguous shards, got layout={layout!r}; leave it at 'auto'"
+        )
+
+
+def refuse_unfinished(sinks: object, sink_tokens: int, cu_seqlens: object) -> None:
+    """Raise for the parts of the contract that are not built yet.
+
+    Raises:
+        ValueError: For negative ``sink_tokens``.
+        NotImplementedError: For known options that are not built yet.
+    """
     if not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
-    for name, value, off in (
-        ("sinks", sinks, None),
-        ("sink_tokens", sink_tokens, 0),
-        ("cu_seqlens", cu_seqlens, None),
-    ):
-        if value is not off and value != off:
-            raise NotImplementedError(f"{name} is not supported yet; leave it at {off!r}")
-    if load_balance in ("striped", "zigzag"):
-        raise NotImplementedError(f"load_balance={load_balance!r} is not supported yet; pass 'auto' or 'none'")
+    given = {"sinks": sinks is not None, "sink_tokens": sink_tokens != 0, "cu_seqlens": cu_seqlens is not None}
+    for name, wanted in given.items():
+        if wanted:
+            raise NotImplementedError(f"{name} is not supported yet; leave it out")

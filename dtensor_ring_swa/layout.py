@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,32 @@ def shard(seq_len: int, ranks: int, rank: int) -> Run:
     """
     chunk = chunk_length(seq_len, ranks)
     return Run(min(rank * chunk, seq_len), min((rank + 1) * chunk, seq_len))
+
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+@lru_cache(maxsize=4096)
+def runs(layout: str, seq_len: int, ranks: int, rank: int) -> tuple[Run, ...]:
+    """The positions that a rank holds, in the order of its rows.
+
+    * ``contiguous``: ``torch.chunk``'s shard, of any length.
+    * ``striped``: token i on rank ``i % ranks``.
+    * ``zigzag``: of ``2 * ranks`` slices, rank r holds r and ``2 * ranks - 1 - r``.
+
+    Raises:
+        ValueError: For another layout, or a length that the layout cannot deal out evenly.
+    """
+    if layout == "contiguous":
+        return (shard(seq_len, ranks, rank),)
+    parts = {"striped": ranks, "zigzag": 2 * ranks}.get(layout)
+    if parts is None:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if seq_len % parts:
+        raise ValueError(
+            f"layout={layout!r} on {ranks} ranks needs a multiple of {parts} tokens, got {seq_len}; pad the sequence"
+        )
+    if layout == "striped":
+        return (Run(rank, seq_len, ranks),)
+    width = seq_len // parts
+    return tuple(Run(part * width, (part + 1) * width) for part in (rank, parts - 1 - rank))

@@ -1,4 +1,4 @@
-"""The registered ops: attention over a plan, forward and backward.
+"""The registered ops: attention, forward and backward.
 
 One op a direction. On plain tensors an op works on this rank's shard, with the exchange inside; with
 no group the shard is the whole sequence. On DTensors ``dtensor.py`` attaches a rule that unwraps them
@@ -10,15 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.exchange import Rows, fetch_halo, return_halo
-from dtensor_ring_swa.groups import exchange_group, resolve_group
+from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.kernels import Request, choose
-from dtensor_ring_swa.keys import KeyGradients, KeyRows
-from dtensor_ring_swa.plan import Block, Plan, make_plan
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.schedule import Schedule
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=())
@@ -32,6 +27,8 @@ def attention(
     softcap: float,
     kernel: str,
     deterministic: bool,
+    layout: str,
+    load_balance: str,
     seq_len: int,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,6 +44,8 @@ def attention(
         softcap: Bound on the scores, 0.0 for none.
         kernel: A kernel's name or ``"auto"``.
         deterministic: Whether gradients must be bitwise reproducible.
+        layout: How positions lie on the ranks.
+        load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
         seq_len: Tokens of the whole sequence.
         group_name: Process group that shares the sequence; ``""`` if this rank holds all of it.
 
@@ -54,22 +53,12 @@ def attention(
         out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the halo's K and V rows, flat, kept
         for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
     """
-    plan, group = _plan_and_group(q_BSHD, left, right, seq_len, group_name)
+    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
+    schedule.check_rows(q_BSHD.shape[1])
     request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
     chosen = choose(kernel, request)
-    out, lse, halo = _empty_results(q_BSHD, k_BSGD, v_BSGE, left, right, seq_len, group_name)
-    keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
-
-    def compute(blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            rows = slice(block.q_start, block.q_stop)
-            k, v = keys.of(block)
-            chosen.forward(request, q_BSHD[:, rows], k, v, block.band, out[:, rows], lse[:, :, rows])
-
-    exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
-    compute(plan.interior)
-    exchange.wait()
-    compute(plan.boundary)
+    out, lse, halo = _empty_results(q_BSHD, k_BSGD, v_BSGE, schedule.halo_rows)
+    schedule.forward(chosen, request, q_BSHD, k_BSGD, v_BSGE, halo, out, lse)
     return out, lse, halo
 
 
@@ -88,47 +77,36 @@ def attention_backward(
     softcap: float,
     kernel: str,
     deterministic: bool,
+    layout: str,
+    load_balance: str,
     seq_len: int,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of ``attention``: forward's plan, transposed.
-
-    Boundary rows come first, so that the halo's gradients travel home while the interior is computed.
-
-    Returns:
-        dq, dk and dv, like q, k and v.
-    """
-    plan, group = _plan_and_group(q_BSHD, left, right, seq_len, group_name)
+    """The gradients of ``attention``: dq, dk and dv, like q, k and v."""
+    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
     request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
     chosen = choose(kernel, request)
-    dq = torch.empty_like(q_BSHD, memory_format=torch.contiguous_format)
-    keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
-    grads = KeyGradients(keys, chosen.grad_dtype(k_BSGD.dtype))
-
-    def compute(blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            rows = slice(block.q_start, block.q_stop)
-            dk, dv = buffers = grads.buffers(block)
-            chosen.backward(
-                request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(block), out_BSHE[:, rows],
-                lse_BHS[:, :, rows], block.band, dq[:, rows], dk, dv,
-            )  # fmt: skip
-            grads.add(block, buffers)
-
-    compute(plan.boundary)
-    exchange = return_halo(plan, group, grads.messages(), grads.new_message)
-    compute(plan.interior)
-    dk, dv = grads.total(plan.sends, exchange.wait())
-    return dq, dk, dv
+    return schedule.backward(chosen, request, dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS, halo)
 
 
 @attention.register_fake
 def _(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor,
-    left: int, right: int, scale: float, softcap: float, kernel: str, deterministic: bool,
-    seq_len: int, group_name: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _empty_results(q_BSHD, k_BSGD, v_BSGE, left, right, seq_len, group_name)
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    kernel: str,
+    deterministic: bool,
+    layout: str,
+    load_balance: str,
+    seq_len: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
+    return _empty_results(q_BSHD, k_BSGD, v_BSGE, schedule.halo_rows)
 
 
 @attention_backward.register_fake
@@ -157,38 +135,15 @@ def _backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[torch.Tens
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _plan_and_group(
-    q_BSHD: torch.Tensor, left: int, right: int, seq_len: int, group_name: str
-) -> tuple[Plan, ProcessGroup | None]:
-    # Every rank comes through here, also those that will have nothing to say: making the group for
-    # the exchange is collective.
-    group = exchange_group(resolve_group(group_name)) if group_name else None
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    plan = make_plan(seq_len, ranks, rank, Window(left, right))
-    if q_BSHD.shape[1] != plan.rows:
-        raise ValueError(
-            f"rank {rank} of {ranks} holds {q_BSHD.shape[1]} of {seq_len} tokens, but torch.chunk gives it "
-            f"{plan.rows}; a DTensor made by from_local of uneven shards needs its global shape"
-        )
-    return plan, group
-
-
 def _request(q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: float, deterministic: bool) -> Request:
     return Request(q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic)
 
 
 def _empty_results(
-    q_BSHD: torch.Tensor,
-    k_BSGD: torch.Tensor,
-    v_BSGE: torch.Tensor,
-    left: int,
-    right: int,
-    seq_len: int,
-    group_name: str,
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse and halo, unwritten; their shapes are the same on all ranks with as many rows."""
     batch, rows, heads, _ = q_BSHD.shape
     out = q_BSHD.new_empty(batch, rows, heads, v_BSGE.shape[3])
     lse = q_BSHD.new_empty(batch, heads, rows, dtype=torch.promote_types(q_BSHD.dtype, torch.float32))
-    halo_rows = sum(Window(left, right).reach(seq_len)) if group_name else 0
     return out, lse, k_BSGD.new_empty(Rows.of(k_BSGD, v_BSGE).numel(halo_rows))

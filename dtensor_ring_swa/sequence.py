@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring_swa.checks import check_layout
 from dtensor_ring_swa.groups import agree, group_of
-from dtensor_ring_swa.layout import shard
+from dtensor_ring_swa.layout import Run, runs
 
 IGNORE_INDEX = -100
 
@@ -40,7 +40,7 @@ def shard_sequence(
         mesh: The context-parallel axis: a 1-D DeviceMesh or a ProcessGroup.
         *tensors: Tensors with the whole sequence on ``dim``, for example tokens and labels ``[B, S]``.
         dim: The sequence dim.
-        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+        layout: How positions lie on the ranks; see ``ring_attention``.
 
     Returns:
         The shard of one tensor, or a tuple of shards of several; sizes are ``torch.chunk``'s, so
@@ -56,8 +56,8 @@ def shard_sequence(
         raise ValueError(
             f"shard_sequence needs tensors of one length on dim {dim}, got {[list(x.shape) for x in tensors]}"
         )
-    mine = shard(lengths.pop(), dist.get_world_size(group), dist.get_rank(group))
-    shards = tuple(x.narrow(dim, mine.start, len(mine)) for x in tensors)
+    mine = runs(layout, lengths.pop(), dist.get_world_size(group), dist.get_rank(group))
+    shards = tuple(_take(x, dim, mine) for x in tensors)
     return shards[0] if len(shards) == 1 else shards
 
 
@@ -87,7 +87,7 @@ def gather_sequence(
         mesh: The context-parallel axis: a 1-D DeviceMesh or a ProcessGroup.
         *tensors: Shards with the sequence on ``dim``.
         dim: The sequence dim.
-        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+        layout: How positions lie on the ranks; see ``ring_attention``.
 
     Returns:
         One whole tensor, or a tuple of them.
@@ -101,10 +101,25 @@ def gather_sequence(
     wholes = []
     for x in tensors:
         shape = list(x.shape)
-        shape[dim] = agree(group, ("the length of a shard",), (x.shape[dim],))
-        whole = wrap_shard(x, axis, dim, shape).full_tensor()
-        wholes.append(whole)
+        names = ("the length of a shard", *(f"the size of dim {d}" for d in range(x.ndim) if d != dim % x.ndim))
+        sizes = (x.shape[dim], *(size for d, size in enumerate(x.shape) if d != dim % x.ndim))
+        shape[dim] = agree(group, names, sizes)
+        dealt = wrap_shard(x, axis, dim, shape).full_tensor()
+        ranks = dist.get_world_size(group)
+        order = [p for rank in range(ranks) for run in runs(layout, shape[dim], ranks, rank) for p in run.positions]
+        if layout == "contiguous":
+            wholes.append(dealt)
+        else:
+            back = torch.tensor(order, device=x.device).argsort()
+            wholes.append(dealt.index_select(dim, back))
     return wholes[0] if len(wholes) == 1 else tuple(wholes)
+
+
+def _take(x: torch.Tensor, dim: int, mine: tuple[Run, ...]) -> torch.Tensor:
+    """The rows of these runs: a view where they are one run."""
+    before = (slice(None),) * (dim % x.ndim)
+    parts = [x[(*before, slice(run.start, run.stop, run.step))] for run in mine]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def wrap_shard(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> DTensor:
@@ -124,7 +139,7 @@ def positions(
     Args:
         mesh: The context-parallel axis; None if the sequence is whole here.
         seq_len: Tokens of the whole sequence.
-        layout: How positions lie on the ranks; only ``"contiguous"`` yet.
+        layout: How positions lie on the ranks; see ``ring_attention``.
         device: Where to put them.
 
     Returns:
@@ -132,8 +147,9 @@ def positions(
     """
     check_layout(layout)
     group = None if mesh is None else group_of(mesh)
-    mine = shard(seq_len, *((1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))))
-    return torch.arange(mine.start, mine.stop, device=device)
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    mine = runs(layout, seq_len, ranks, rank)
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in mine])
 
 
 def next_token_labels(
@@ -149,13 +165,13 @@ def next_token_labels(
         ignore_index: The label of tokens with nothing to predict; ``F.cross_entropy``'s default.
 
     Returns:
-        Labels of tokens' shape.
+        int64 labels of tokens' shape.
 
     Raises:
         ValueError: If a boundary lies outside the sequence.
     """
     seq_len = tokens.shape[-1]
-    labels = torch.full_like(tokens, ignore_index)
+    labels = torch.full(tokens.shape, ignore_index, dtype=torch.long, device=tokens.device)
     labels[..., :-1] = tokens[..., 1:]
     if cu_seqlens is not None:
         if cu_seqlens.numel() and not 0 <= int(cu_seqlens.min()) <= int(cu_seqlens.max()) <= seq_len:

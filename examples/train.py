@@ -55,15 +55,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--metrics", help="write a JSON line a step here")
     args = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = ("dp", "cp", "steps", "batch", "window", "layers", "dim", "heads", "kv_heads")
+    for size in sizes:
+        if getattr(args, size) < 1:
+            parser.error(f"--{size.replace('_', '-')} must be at least 1, got {getattr(args, size)}")
     for wrong, what in (
         (
             args.dp * args.cp != world,
             f"--dp {args.dp} x --cp {args.cp} needs {args.dp * args.cp} processes, not {world}",
         ),
-        (args.batch % max(args.dp, 1), f"--batch {args.batch} does not divide by --dp {args.dp}"),
+        (args.batch % args.dp, f"--batch {args.batch} does not divide by --dp {args.dp}"),
         (args.dim % (2 * args.heads), f"--dim {args.dim} does not divide into --heads {args.heads} of an even size"),
         (args.heads % args.kv_heads, f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"),
-        (min(args.window, args.steps, args.seq_len) < 1, "--window, --steps and --seq-len must be at least 1"),
+        (args.seq_len < 2, f"--seq-len must be at least 2, a token and the next, got {args.seq_len}"),
         (args.text and not Path(args.text).exists(), f"--text {args.text} does not exist"),
     ):
         if wrong:
@@ -93,8 +97,10 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, ever
     # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
     model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     parallelize_module(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(seq_len=args.seq_len)})
-    half = dtype == torch.bfloat16
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
+    if dtype == torch.bfloat16:
+        # Inputs are not cast: a layer's rotary angles reach the sequence length, where bfloat16 counts in fours.
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=everyone, mp_policy=policy)
     fully_shard(model, mesh=everyone, mp_policy=policy)
@@ -135,22 +141,23 @@ def main() -> None:
     try:
         text = read_text(args.text)
         batch_of(text, 1, args.seq_len, 0, 0)
-    except ValueError as problem:
-        sys.exit(f"train.py: {problem}")
+        if args.metrics:
+            Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as problem:
+        print(f"train.py: error: {problem}", file=sys.stderr)
+        sys.exit(2)
     device, rank = start()
-    lines: list[str] = []
+    out = open(args.metrics, "w") if args.metrics and rank == 0 else None  # noqa: SIM115
     loss = float("nan")
     with tqdm(total=args.steps, unit="step", disable=rank != 0, desc=f"dp {args.dp} x cp {args.cp}") as bar:
         for metrics in train(args, text, device):
             loss = metrics["loss"]
-            lines.append(json.dumps(metrics))
+            if out:  # a line at a time: a run that is stopped keeps its steps
+                print(json.dumps(metrics), file=out, flush=True)
             bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{metrics['tokens_per_s']:.0f}")
             bar.update()
     if rank == 0:
         print(f"loss {loss:.4f} nats a byte after {args.steps} steps; the bytes' own entropy is {entropy(text):.4f}")
-        if args.metrics:
-            Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.metrics).write_text("\n".join(lines) + "\n")
     dist.destroy_process_group()
 
 

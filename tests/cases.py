@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtensor_ring_swa import Window, ring_attention, shard_sequence
+from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.testing import dense_attention
 
 PLACEMENTS = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(2), "rep": Replicate()}
@@ -38,6 +39,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     kernel: str = "auto"
     device: str = "cpu"
+    layout: str = "contiguous"
+    load_balance: str = "auto"
     seed: int = 0
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -63,13 +66,24 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def order(case: Case) -> list[int]:
+    """Positions in the order in which the ranks hold them."""
+    ranks = case.mesh[case.axes.index("cp")] if "cp" in case.axes else 1
+    return [p for rank in range(ranks) for run in runs(case.layout, case.seq_len, ranks, rank) for p in run.positions]
+
+
+def dealt(case: Case) -> list[torch.Tensor]:
+    """The inputs in the order of the layout: a DTensor's global order."""
+    return [x[:, order(case)] for x in case.inputs()]
+
+
 def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of a DTensor call, each whole, and their placements' leaves."""
     axes = [PLACEMENTS[axis] for axis in case.axes]
     kv_axes = [Replicate() if axis == "tp" and case.shared_kv else PLACEMENTS[axis] for axis in case.axes]
     q, k, v, dout = (
         distribute_tensor(x, mesh, placements, src_data_rank=None)
-        for x, placements in zip(case.inputs(), (axes, kv_axes, kv_axes, axes), strict=True)
+        for x, placements in zip(dealt(case), (axes, kv_axes, kv_axes, axes), strict=True)
     )
     if case.strided:
         q, k, v, dout = (
@@ -78,7 +92,14 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
         )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = ring_attention(
-        *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, return_lse=True
+        *leaves,
+        window=case.window,
+        scale=case.scale,
+        softcap=case.softcap,
+        kernel=case.kernel,
+        layout=case.layout,
+        load_balance=case.load_balance,
+        return_lse=True,
     )
     assert isinstance(out, DTensor) and isinstance(lse, DTensor)
     assert out.placements == q.placements and out.shape == (*q.shape[:3], v.shape[3])
@@ -90,12 +111,12 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
 
 def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of this rank's shard from a plain call."""
-    shards = shard_sequence(mesh, *case.inputs())
+    shards = shard_sequence(mesh, *case.inputs(), layout=case.layout)
     q, k, v, dout = (strided(x) if case.strided else x for x in shards)
     q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     out, lse = ring_attention(
         *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, mesh=mesh,
-        return_lse=True,
+        layout=case.layout, load_balance=case.load_balance, return_lse=True,
     )  # fmt: skip
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
 
@@ -113,10 +134,12 @@ def errors(case: Case) -> dict[str, float]:
     """Run the case on this rank; each tensor's distance from the oracle, absolute or, in half precision, relative."""
     mesh = mesh_of(case.mesh, case.axes, case.device)
     got = (on_shards if case.plain else on_mesh)(case, mesh)
-    want = expected(case)
+    want, dims = expected(case), (1, 2, 1, 1, 1)
     if case.plain:
-        dims = (1, 2, 1, 1, 1)
-        want = [shard_sequence(mesh, x, dim=dim) for x, dim in zip(want, dims, strict=True)]
+        want = [shard_sequence(mesh, x, dim=dim, layout=case.layout) for x, dim in zip(want, dims, strict=True)]
+    elif case.layout != "contiguous":
+        at = torch.tensor(order(case), device=case.device)
+        want = [x.index_select(dim, at) for x, dim in zip(want, dims, strict=True)]
     result = {}
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert x.shape == y.shape, f"{name}: shape {tuple(x.shape)}, expected {tuple(y.shape)}"

@@ -57,6 +57,7 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"scale": "0.1"}, "scale"),
         ({"layout": "spiral"}, "layout must be"),
         ({"load_balance": "maybe"}, "load_balance must be"),
+        ({"layout": "striped", "load_balance": "zigzag"}, "re-deals contiguous shards"),
         ({"sink_tokens": -1}, "sink_tokens"),
         ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
         ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
@@ -71,7 +72,7 @@ def test_options(option: dict[str, Any], message: str) -> None:
     "option",
     [
         {"kernel": "aten"}, {"kernel": "flash"}, {"sinks": torch.zeros(2)}, {"sink_tokens": 4},
-        {"cu_seqlens": torch.tensor([0, 4])}, {"layout": "striped"}, {"load_balance": "zigzag"},
+        {"cu_seqlens": torch.tensor([0, 4])},
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_never_dropped(option: dict[str, Any]) -> None:

@@ -23,9 +23,9 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
 # Every import points to the left. A new module takes its place here.
 ORDER = (
-    "window", "layout", "band", "plan", "groups", "exchange", "keys", "kernels.request", "kernels.reference",
-    "kernels.flash_band", "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "checks", "ops", "dtensor",
-    "attention", "sequence", "parallel", "",
+    "window", "layout", "band", "plan", "ring", "groups", "exchange", "deal", "keys", "merge", "kernels.request",
+    "kernels.reference", "kernels.flash_band", "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo",
+    "rotate", "schedule", "checks", "ops", "dtensor", "attention", "sequence", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench")

@@ -38,7 +38,7 @@ def test_gradcheck(window: tuple[int, int], softcap: float) -> None:
 
 def test_opcheck() -> None:
     q, k, v = inputs(2, 6, 4)
-    options = (2, 1, 0.5, 0.0, "reference", False, 6, "")
+    options = (2, 1, 0.5, 0.0, "reference", False, "contiguous", "auto", 6, "")
     torch.library.opcheck(attention, (q, k, v, *options))
     out, lse, halo = (x.detach() for x in attention(q, k, v, *options))
     leaves = [x.detach() for x in (torch.randn_like(out), q, k, v)]
@@ -47,7 +47,18 @@ def test_opcheck() -> None:
 
 def run_opcheck_on_shards() -> None:
     q, k, v = (x.detach()[:, :3].contiguous().requires_grad_() for x in inputs(2, 6, 4))
-    options = (2, 1, 0.5, 0.0, "reference", False, 6, mesh_of((2,), ("cp",)).get_group().group_name)
+    options = (
+        2,
+        1,
+        0.5,
+        0.0,
+        "reference",
+        False,
+        "contiguous",
+        "auto",
+        6,
+        mesh_of((2,), ("cp",)).get_group().group_name,
+    )
     torch.library.opcheck(attention, (q, k, v, *options), test_utils=("test_schema", "test_faketensor"))
 
 

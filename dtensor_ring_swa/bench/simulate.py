@@ -30,18 +30,19 @@ class Rate:
     backward: float
 
 
-# Measured on an H200 with torch 2.11, bf16, flash-attn-4 (DESIGN.md, section 4).
+# One kernel call without ranks on an H200, torch 2.11, bf16, flash-attn-4: `ideal` in docs/benchmarks.md,
+# 32768 rows. The last is an older measurement on the same kind of GPU.
 RATES = (
-    Rate(128, 4096, 612.0, 538.0),  # 32/8 heads, S = 32768
-    Rate(128, 1024, 489.0, 387.0),  # 32/8 heads, S = 32768
-    Rate(64, 128, 125.0, 97.0),  # 64/8 heads
+    Rate(128, 4095, 695.0, 592.0),  # 32/8 heads
+    Rate(128, 1023, 542.0, 415.0),  # 32/8 heads
+    Rate(64, 127, 141.0, 96.6),  # 64/8 heads
     Rate(256, 4095, 709.0, 375.0),  # 8/4 heads
 )
 # 16.8 MB one way over an NVLink pair in 0.06 ms, the same source.
 NVLINK_GB_S = 16.8e6 / 0.06e-3 / 1e9
-# The same source, two ranks, 32768 rows each, w = 4096: split by rows 3.21 / 10.05 ms, all at once
-# 3.15 / 9.44. One row in eight is boundary, and the excess is put down to it: 1 + (3.21 / 3.15 - 1) * 8.
-BOUNDARY_COST = {"forward": 1 + (3.21 / 3.15 - 1) * 8, "backward": 1 + (10.05 / 9.44 - 1) * 8}
+# docs/benchmarks.md, two ranks, 32768 rows each, w = 4095: `ring` 3.221 / 9.523 ms, `ideal` 3.163 / 9.286.
+# One row in eight is boundary, and the excess is put down to it.
+BOUNDARY_COST = {"forward": 1 + (3.221 / 3.163 - 1) * 8, "backward": 1 + (9.523 / 9.286 - 1) * 8}
 BACKWARD_FLOPS = 2.5
 
 

@@ -1,0 +1,76 @@
+"""Walk a halo plan: rows that need no neighbour are computed while the others' keys travel."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from dtensor_ring_swa.exchange import fetch_halo, return_halo
+from dtensor_ring_swa.kernels import Kernel, Request
+from dtensor_ring_swa.keys import KeyGradients, KeyRows
+from dtensor_ring_swa.plan import Block, Plan
+
+
+def halo_forward(
+    plan: Plan,
+    group: ProcessGroup | None,
+    kernel: Kernel,
+    request: Request,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    halo: torch.Tensor,
+    out_BSHE: torch.Tensor,
+    lse_BHS: torch.Tensor,
+) -> None:
+    """Write out and lse, and into ``halo`` the neighbours' rows that backward will need again."""
+    keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
+
+    def compute(blocks: tuple[Block, ...]) -> None:
+        for block in blocks:
+            rows = slice(block.q_start, block.q_stop)
+            k, v = keys.of(block)
+            kernel.forward(request, q_BSHD[:, rows], k, v, block.band, out_BSHE[:, rows], lse_BHS[:, :, rows])
+
+    exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
+    compute(plan.interior)
+    exchange.wait()
+    compute(plan.boundary)
+
+
+def halo_backward(
+    plan: Plan,
+    group: ProcessGroup | None,
+    kernel: Kernel,
+    request: Request,
+    dout_BSHE: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    out_BSHE: torch.Tensor,
+    lse_BHS: torch.Tensor,
+    halo: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv.
+
+    Boundary rows come first, so that the halo's gradients travel home while the interior is computed.
+    """
+    dq = torch.empty_like(q_BSHD, memory_format=torch.contiguous_format)
+    keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
+    grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
+
+    def compute(blocks: tuple[Block, ...]) -> None:
+        for block in blocks:
+            rows = slice(block.q_start, block.q_stop)
+            dk, dv = buffers = grads.buffers(block)
+            kernel.backward(
+                request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(block), out_BSHE[:, rows],
+                lse_BHS[:, :, rows], block.band, dq[:, rows], dk, dv,
+            )  # fmt: skip
+            grads.add(block, buffers)
+
+    compute(plan.boundary)
+    exchange = return_halo(plan, group, grads.messages(), grads.new_message)
+    compute(plan.interior)
+    dk, dv = grads.total(plan.sends, exchange.wait())
+    return dq, dk, dv

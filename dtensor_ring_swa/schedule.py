@@ -1,0 +1,146 @@
+"""How to compute one call: with a halo or as a ring, and in which layout; and the walk itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dtensor_ring_swa.deal import Deal, deal, make_deal
+from dtensor_ring_swa.groups import exchange_group, resolve_group
+from dtensor_ring_swa.halo import halo_backward, halo_forward
+from dtensor_ring_swa.kernels import Kernel, Request
+from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.plan import make_plan
+from dtensor_ring_swa.ring import balanced_layout, make_ring, uses_ring
+from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
+from dtensor_ring_swa.window import Window
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One call on one rank, as far as integers go.
+
+    Attributes:
+        window: The window, in tokens.
+        layout: How positions lie on the ranks.
+        compute_layout: The layout in which the ring runs.
+        seq_len: Tokens of the whole sequence.
+        group_name: The context-parallel group, ``""`` for one device.
+        ranks: Its size.
+        rank: This rank.
+    """
+
+    window: Window
+    layout: str
+    compute_layout: str
+    seq_len: int
+    group_name: str
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, left: int, right: int, layout: str, load_balance: str, seq_len: int, group_name: str) -> Schedule:
+        """Decide from what every rank knows.
+
+        Raises:
+            ValueError: If a layout cannot deal out so many tokens.
+        """
+        window, ranks, rank = Window(left, right), 1, 0
+        if group_name:
+            group = resolve_group(group_name)
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        compute_layout = layout
+        if layout == "contiguous":
+            compute_layout = balanced_layout(load_balance, seq_len, ranks, window)
+        return cls(window, layout, compute_layout, seq_len, group_name, ranks, rank)
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys pass by in a ring; otherwise the halo is held."""
+        return uses_ring(self.compute_layout, self.seq_len, self.ranks, self.window)
+
+    @property
+    def halo_rows(self) -> int:
+        """Rows of the buffer saved for backward: the same on every rank, to keep shapes alike."""
+        return 0 if self.is_ring or not self.group_name else sum(self.window.reach(self.seq_len))
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ValueError unless this rank holds the rows that its layout gives it."""
+        expected = sum(map(len, runs(self.layout, self.seq_len, self.ranks, self.rank)))
+        if rows != expected:
+            raise ValueError(
+                f"rank {self.rank} of {self.ranks} holds {rows} of {self.seq_len} tokens, but layout "
+                f"{self.layout!r} gives it {expected}; a DTensor made by from_local of uneven shards needs its "
+                "global shape"
+            )
+
+    def _group(self) -> ProcessGroup | None:
+        # Every rank comes through here, also those that will have nothing to say: making the group
+        # for the exchange is collective.
+        return exchange_group(resolve_group(self.group_name)) if self.group_name else None
+
+    def forward(
+        self,
+        kernel: Kernel,
+        request: Request,
+        q_BSHD: torch.Tensor,
+        k_BSGD: torch.Tensor,
+        v_BSGE: torch.Tensor,
+        halo: torch.Tensor,
+        out_BSHE: torch.Tensor,
+        lse_BHS: torch.Tensor,
+    ) -> None:
+        """Write out, lse and halo."""
+        group = self._group()
+        if not self.is_ring:
+            plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)
+            halo_forward(plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
+            return
+        ring = make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+        if self.compute_layout == self.layout or group is None:
+            rotate_forward(ring, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
+            return
+        q, k, v = self._dealt(group, q_BSHD, k_BSGD, v_BSGE)
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), lse_BHS.new_empty(*lse_BHS.shape[:2], ring.rows)
+        rotate_forward(ring, group, kernel, request, q, k, v, out, lse)
+        out_BSHE.copy_(self._dealt_back(group, out))
+        lse_BHS.copy_(self._dealt_back(group, lse.transpose(1, 2)).transpose(1, 2))
+
+    def backward(
+        self,
+        kernel: Kernel,
+        request: Request,
+        dout_BSHE: torch.Tensor,
+        q_BSHD: torch.Tensor,
+        k_BSGD: torch.Tensor,
+        v_BSGE: torch.Tensor,
+        out_BSHE: torch.Tensor,
+        lse_BHS: torch.Tensor,
+        halo: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv: forward transposed."""
+        group = self._group()
+        tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
+        if not self.is_ring:
+            plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)
+            return halo_backward(plan, group, kernel, request, *tensors, lse_BHS, halo)
+        ring = make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+        if self.compute_layout == self.layout or group is None:
+            return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS)
+        (lse,) = self._dealt(group, lse_BHS.transpose(1, 2))
+        dout, q, k, v, out = self._dealt(group, *tensors)
+        grads = rotate_backward(ring, group, kernel, request, dout, q, k, v, out, lse.transpose(1, 2).contiguous())
+        dq, dk, dv = deal(self._moves(self.compute_layout, self.layout), group, *grads)
+        return dq, dk, dv
+
+    def _dealt(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return deal(self._moves(self.layout, self.compute_layout), group, *tensors)
+
+    def _dealt_back(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+        return deal(self._moves(self.compute_layout, self.layout), group, x)[0]
+
+    def _moves(self, old: str, new: str) -> Deal:
+        return make_deal(old, new, self.seq_len, self.ranks, self.rank)
