@@ -91,7 +91,8 @@ def ring_attention(
         load_balance: For contiguous shards. ``"auto"`` deals q, k and v to the zigzag layout and out
             back where the window is unlimited on one side, since the last rank has twice the mean
             work otherwise; ``"striped"`` and ``"zigzag"`` do so for any window; ``"none"`` never.
-        kernel: ``"auto"``, the fastest that can serve the call, or a name: ``"reference"``, ``"aten"``.
+        kernel: ``"auto"``, the fastest that can serve the call, or a name: ``"flash"``, ``"aten"``,
+            ``"reference"``.
         mesh: For plain shards: a 1-D DeviceMesh or a ProcessGroup. DTensors carry their own.
         deterministic: Bitwise the same gradients on every run; raises where the kernel cannot.
         seq_len: For plain shards: tokens of the whole sequence, when the caller knows it. By default

@@ -42,15 +42,23 @@ _exchange_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakre
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def exchange_group(group: ProcessGroup) -> ProcessGroup:
-    """The group on which tensors of ``group``'s ranks are exchanged, made at the first call.
+def exchange_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """The group on which tensors on ``device`` of ``group``'s ranks are exchanged, made at the first call.
 
     On NCCL it is a private group on a high-priority stream: on an ordinary one the halo waits behind
     the attention kernel that fills the GPU. It is collective at the first call.
     """
+    if _backend(group, device.type) != "nccl":
+        return group
     if group not in _exchange_groups:
-        _exchange_groups[group] = _private_nccl(group) if dist.get_backend(group) == "nccl" else group
+        _exchange_groups[group] = _private_nccl(group)
     return _exchange_groups[group]
+
+
+def _backend(group: ProcessGroup, device_type: str) -> str | None:
+    """What carries tensors of this kind of device: a group may have one backend for each."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {kind: backend for kind, _, backend in pairs}.get(device_type)
 
 
 def _private_nccl(group: ProcessGroup) -> ProcessGroup:
@@ -74,7 +82,7 @@ def _new_group(group: ProcessGroup, backend: str, options: Any = None) -> Proces
 def _host_group(group: ProcessGroup) -> ProcessGroup:
     """A group that takes CPU tensors, made at the first call; then it is collective."""
     if group not in _host_groups:
-        _host_groups[group] = group if dist.get_backend(group) == "gloo" else _new_group(group, "gloo")
+        _host_groups[group] = group if _backend(group, "cpu") == "gloo" else _new_group(group, "gloo")
     return _host_groups[group]
 
 

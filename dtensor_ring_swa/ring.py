@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.layout import chunk_length, runs
+from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.plan import Block
 from dtensor_ring_swa.window import UNLIMITED, Window
 
@@ -137,7 +138,7 @@ def imbalance(layout: str, seq_len: int, ranks: int, window: Window) -> float:
     return max(pairs) * ranks / max(sum(pairs), 1)
 
 
-def _blocks(queries: tuple, keys: tuple, window: Window) -> tuple[Block, ...]:
+def _blocks(queries: tuple[Run, ...], keys: tuple[Run, ...], window: Window) -> tuple[Block, ...]:
     """The visible blocks between the runs of two ranks."""
     blocks, q_start = [], 0
     for q_run in queries:
@@ -148,4 +149,36 @@ def _blocks(queries: tuple, keys: tuple, window: Window) -> tuple[Block, ...]:
                 blocks.append(Block(q_start, q_start + len(q_run), k_start, k_start + len(k_run), band))
             k_start += len(k_run)
         q_start += len(q_run)
-    return tuple(blocks)
+    return tuple(_fused(blocks))
+
+
+def _fused(blocks: list[Block]) -> list[Block]:
+    """Fewer blocks that show the same: where two join to one band, one kernel call does for both.
+
+    All of a step's blocks do in the zigzag layout of a causal window: each row's keys are a run of
+    the other rank's rows, although not of positions.
+    """
+    for first, second in combinations(blocks, 2):
+        joint = _joint(first, second)
+        if joint is not None:
+            return _fused([joint, *(block for block in blocks if block not in (first, second))])
+    return blocks
+
+
+def _joint(first: Block, second: Block) -> Block | None:
+    """The smallest block around two, if its band shows no more than theirs."""
+    pair = (first, second)
+    q_start, q_stop = min(b.q_start for b in pair), max(b.q_stop for b in pair)
+    k_start, k_stop = min(b.k_start for b in pair), max(b.k_stop for b in pair)
+    bounds = []
+    for block in pair:
+        tight = Band(
+            max(block.band.lower, block.q_start - block.q_stop + 1),
+            min(block.band.upper, block.k_stop - block.k_start - 1),
+        )
+        shift = (block.k_start - k_start) - (block.q_start - q_start)
+        bounds.append((tight.lower + shift, tight.upper + shift))
+    lowers, uppers = zip(*bounds, strict=True)
+    joint = Block(q_start, q_stop, k_start, k_stop, Band(min(lowers), max(uppers)))
+    # It shows all that they do; with equal counts it shows nothing else.
+    return joint if joint.pairs == first.pairs + second.pairs else None

@@ -34,7 +34,11 @@ def rotate_forward(
             rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
             part, part_lse = torch.empty_like(out_BSHE[:, rows], dtype=partial), torch.empty_like(lse_BHS[:, :, rows])
             kernel.forward(request, q_BSHD[:, rows], k[:, keys], v[:, keys], block.band, part, part_lse)
-            merge_(total[:, rows], lse_BHS[:, :, rows], part, part_lse)
+            if step is ring.steps[0] and block.q_stop - block.q_start == ring.rows:
+                total.copy_(part)
+                lse_BHS.copy_(part_lse)
+            else:
+                merge_(total[:, rows], lse_BHS[:, :, rows], part, part_lse)
     out_BSHE.copy_(total)
 
 

@@ -77,10 +77,10 @@ class Schedule:
                 "global shape"
             )
 
-    def _group(self) -> ProcessGroup | None:
+    def _group(self, device: torch.device) -> ProcessGroup | None:
         # Every rank comes through here, also those that will have nothing to say: making the group
         # for the exchange is collective.
-        return exchange_group(resolve_group(self.group_name)) if self.group_name else None
+        return exchange_group(resolve_group(self.group_name), device) if self.group_name else None
 
     def forward(
         self,
@@ -94,7 +94,7 @@ class Schedule:
         lse_BHS: torch.Tensor,
     ) -> None:
         """Write out, lse and halo."""
-        group = self._group()
+        group = self._group(q_BSHD.device)
         if not self.is_ring:
             plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)
             halo_forward(plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
@@ -122,7 +122,7 @@ class Schedule:
         halo: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv: forward transposed."""
-        group = self._group()
+        group = self._group(q_BSHD.device)
         tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
         if not self.is_ring:
             plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)

@@ -73,12 +73,25 @@ def test_softcap(pool: RankPool, kernel: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (100, 30)])
+def test_layouts(pool: RankPool, layout: str, window: tuple[int, int]) -> None:
+    check(
+        pool,
+        Case(
+            seq_len=1024, q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, window=window, mesh=(RANKS,),
+            dtype=torch.bfloat16, kernel="flash", device="cuda", layout=layout,
+        ),
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("seq_len", [512, 1])
-def test_edge_ranks_first_on_a_fresh_group(seq_len: int, plain: bool) -> None:
+def test_edge_ranks_first_on_a_fresh_group(seq_len: int, plain: bool, backend: str) -> None:
     # With one token all ranks but the first are empty, and still take part in making the group.
-    pool = RankPool(RANKS, backend="nccl", timeout=120)
+    pool = RankPool(RANKS, backend, timeout=120)
     try:
         check(pool, Case(seq_len=seq_len, window=(1, 0), mesh=(RANKS,), dtype=torch.float32, kernel="reference",
                          device="cuda", plain=plain))  # fmt: skip

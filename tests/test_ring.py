@@ -92,6 +92,13 @@ def test_blocks_show_each_visible_pair_once() -> None:
                     assert len(seen) == len(want) and set(seen) == want
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_causal_zigzag_step_is_one_kernel_call(ranks: int) -> None:
+    for rank in range(ranks):
+        ring = make_ring("zigzag", 64 * ranks, ranks, rank, Window.causal())
+        assert [len(step.blocks) for step in ring.steps] == [1] * ranks
+
+
 def test_rings_agree_on_who_sends_in_which_step() -> None:
     for ranks in (2, 3, 5):
         for window in (Window(-1, 0), Window(4, 0), Window(-1, -1)):

@@ -31,7 +31,7 @@ class RankPool:
 
     Args:
         ranks: How many.
-        backend: ``"gloo"``, or ``"nccl"`` with one GPU a rank.
+        backend: ``"gloo"``, or one with ``"nccl"`` in it, for one GPU a rank.
         timeout: Seconds after which a case counts as hung.
 
     Example:
@@ -117,7 +117,7 @@ class RankPool:
 def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) -> None:
     """One rank: answer cases until the pipe closes."""
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
