@@ -1,7 +1,7 @@
 """The geometry of the ring: whole shards of keys pass by, one a step, and partial results merge.
 
-For windows whose halo would be larger than two shards, and for layouts in which neighbours in the
-sequence are not neighbours in memory. A rank holds its own keys and at most two other shards at a
+For windows without limit, and for layouts in which neighbours in the sequence are not neighbours in
+memory. A rank holds its own keys and at most two other shards at a
 time, whatever the number of ranks. In step t each rank attends to the shard of the rank t before it;
 the owner sends it directly, and only where the window shows some of it.
 """
@@ -16,6 +16,9 @@ from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.plan import Block
 from dtensor_ring_swa.window import UNLIMITED, Window
+
+
+_UNLIMITED_SHARDS, _LIMITED_SHARDS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,17 @@ def make_ring(layout: str, seq_len: int, ranks: int, rank: int, window: Window) 
 
 
 def uses_ring(layout: str, seq_len: int, ranks: int, window: Window) -> bool:
-    """Whether the ring holds fewer keys than the halo would: the same answer on every rank."""
-    if ranks == 1 and layout == "contiguous":
-        return False
+    """Whether keys pass by in a ring rather than being held as a halo: the same answer on every rank.
+
+    The halo needs exactly the rows that the window reaches and merges nothing, so it is preferred
+    until it would hold too many shards: two for a window without limit, which would otherwise hold
+    the whole sequence, and eight for a limited one.
+    """
+    if layout != "contiguous":
+        return True
     chunk = chunk_length(seq_len, ranks)
-    return layout != "contiguous" or min(sum(window.reach(seq_len)), seq_len - chunk) > 2 * chunk
+    halo = min(sum(window.reach(seq_len)), seq_len - chunk)
+    return halo > (_UNLIMITED_SHARDS if UNLIMITED in window else _LIMITED_SHARDS) * chunk
 
 
 def balanced_layout(load_balance: str, seq_len: int, ranks: int, window: Window) -> str:

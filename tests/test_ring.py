@@ -128,8 +128,10 @@ def test_imbalance(ranks: int) -> None:
 
 
 def test_when_the_ring_and_when_balance() -> None:
-    assert not uses_ring("contiguous", 4096, 8, Window(1024, 0))
-    assert uses_ring("contiguous", 4096, 8, Window(1025, 0)) and uses_ring("striped", 4096, 8, Window(1, 0))
+    # 512 tokens a rank. A halo of up to two shards is held; without a limit the ring takes over.
+    assert not uses_ring("contiguous", 1536, 3, Window.causal()) and uses_ring("contiguous", 2048, 4, Window.causal())
+    assert not uses_ring("contiguous", 8192, 16, Window(4096, 0)) and uses_ring("contiguous", 8192, 16, Window(4097, 0))
+    assert uses_ring("striped", 4096, 8, Window(1, 0)) and not uses_ring("contiguous", 4096, 1, Window.full())
     assert balanced_layout("auto", 4096, 8, Window.causal()) == "zigzag"
     assert balanced_layout("auto", 4096, 8, Window.full()) == "contiguous"
     assert balanced_layout("auto", 4095, 8, Window.causal()) == "contiguous"
