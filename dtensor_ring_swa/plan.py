@@ -123,8 +123,7 @@ class Plan:
         )
 
 
-@lru_cache(maxsize=4096)
-def make_plan(seq_len: int, ranks: int, rank: int, window: Window) -> Plan:
+def make_plan(seq_len: int, ranks: int, rank: int, window: Window | tuple[int | None, int | None]) -> Plan:
     """Plan one rank's share of attention over a contiguously sharded sequence.
 
     Args:
@@ -137,13 +136,18 @@ def make_plan(seq_len: int, ranks: int, rank: int, window: Window) -> Plan:
         The plan. The neighbours' plans agree with it: what one sends, the other receives.
 
     Raises:
-        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, or ``seq_len`` < 0.
+        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` < 0, or the window is
+            not one.
     """
     if ranks < 1 or not 0 <= rank < ranks or seq_len < 0:
         raise ValueError(
             f"a plan needs seq_len >= 0 and 0 <= rank < ranks, got seq_len={seq_len}, rank={rank}, ranks={ranks}"
         )
-    window = Window.of(window)
+    return _make_plan(seq_len, ranks, rank, Window.of(window))
+
+
+@lru_cache(maxsize=4096)
+def _make_plan(seq_len: int, ranks: int, rank: int, window: Window) -> Plan:
     reach_left, reach_right = window.reach(seq_len)
     mine = shard(seq_len, ranks, rank)
     rows = mine.stop - mine.start

@@ -17,7 +17,6 @@ from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.plan import Block
 from dtensor_ring_swa.window import UNLIMITED, Window
 
-
 _UNLIMITED_SHARDS, _LIMITED_SHARDS = 2, 8
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.plan import make_plan
 from dtensor_ring_swa.ring import balanced_layout, make_ring, uses_ring
 from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.window import UNLIMITED, Window
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Schedule:
             halo_forward(plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
             return
         ring = make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+        if UNLIMITED not in self.window:
+            _warn_of_waste(self, k_BSGD[:, :1].nbytes + v_BSGE[:, :1].nbytes)
         if self.compute_layout == self.layout or group is None:
             rotate_forward(ring, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
             return
@@ -144,3 +148,19 @@ class Schedule:
 
     def _moves(self, old: str, new: str) -> Deal:
         return make_deal(old, new, self.seq_len, self.ranks, self.rank)
+
+
+@lru_cache(maxsize=256)
+def _warn_of_waste(schedule: Schedule, row_bytes: int) -> None:
+    """Say once what a limited window costs in a layout that scatters neighbours over the ranks."""
+    window, seq_len, ranks, rank = schedule.window, schedule.seq_len, schedule.ranks, schedule.rank
+    ring = make_ring(schedule.compute_layout, seq_len, ranks, rank, window)
+    halo = make_plan(seq_len, ranks, rank, window)
+    fetched, needed = (sum(step.source_rows for step in ring.steps[1:]), halo.left + halo.right)
+    if fetched > 2 * needed:
+        warnings.warn(
+            f"window ({window.left}, {window.right}) in layout {schedule.compute_layout!r} makes rank {rank} receive "
+            f"{fetched * row_bytes} bytes of K and V; with contiguous shards and load_balance='auto' it would be "
+            f"{needed * row_bytes}",
+            stacklevel=2,
+        )

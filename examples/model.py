@@ -13,7 +13,11 @@ from dtensor_ring_swa import RingAttention, Window
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the decoder; ``window`` counts visible tokens, the query's own included."""
+    """Sizes of the decoder.
+
+    ``window`` counts visible tokens, the query's own included. Every ``global_every``-th layer sees all
+    earlier tokens instead; 0 is none.
+    """
 
     vocabulary: int = 256
     layers: int = 4
@@ -21,7 +25,13 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int = 2
     window: int = 128
+    global_every: int = 0
     kernel: str = "auto"
+
+    def window_of(self, layer: int) -> Window:
+        """What the queries of a layer see; layers count from 0."""
+        is_global = self.global_every > 0 and (layer + 1) % self.global_every == 0
+        return Window.causal() if is_global else Window.tokens(self.window)
 
 
 def rotate(x_BSHD: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
@@ -34,12 +44,12 @@ def rotate(x_BSHD: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
 class Attention(nn.Module):
     """Grouped-query attention. ``core`` is the part that sees other tokens, the one to name in a plan."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: Window) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
         self.sizes = [config.heads * self.head_dim, config.kv_heads * self.head_dim, config.kv_heads * self.head_dim]
         self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=False)
-        self.core = RingAttention(window=Window.tokens(config.window), kernel=config.kernel)
+        self.core = RingAttention(window, kernel=config.kernel)
         self.out = nn.Linear(self.sizes[0], config.dim, bias=False)
 
     def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
@@ -52,10 +62,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention, then a gated feed-forward network, each with its norm and residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: Window) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(config, window)
         self.ffn_norm = nn.RMSNorm(config.dim)
         self.gate_up = nn.Linear(config.dim, 6 * config.dim, bias=False)
         self.down = nn.Linear(3 * config.dim, config.dim, bias=False)
@@ -74,7 +84,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.head_dim = config.dim // config.heads
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, config.window_of(layer)) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
 

@@ -42,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a whole sequence")
     parser.add_argument("--window", type=int, default=128, help="tokens visible, the query's own included")
+    parser.add_argument(
+        "--global-every", type=int, default=0, help="every Nth layer sees all earlier tokens; 0, the default, is none"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
@@ -65,6 +68,7 @@ def arguments() -> argparse.Namespace:
             f"--dp {args.dp} x --cp {args.cp} needs {args.dp * args.cp} processes, not {world}",
         ),
         (args.batch % args.dp, f"--batch {args.batch} does not divide by --dp {args.dp}"),
+        (args.global_every < 0, f"--global-every must be 0 or more, got {args.global_every}"),
         (args.dim % (2 * args.heads), f"--dim {args.dim} does not divide into --heads {args.heads} of an even size"),
         (args.heads % args.kv_heads, f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"),
         (args.seq_len < 2, f"--seq-len must be at least 2, a token and the next, got {args.seq_len}"),
@@ -92,7 +96,9 @@ def start() -> tuple[torch.device, int]:
 def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, everyone: DeviceMesh) -> Decoder:
     """The same model on every mesh: context-parallel attention, parameters sharded over all ranks."""
     torch.manual_seed(args.seed)
-    config = ModelConfig(256, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.kernel)
+    config = ModelConfig(
+        256, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel
+    )
     dtype = DTYPES[args.dtype]
     # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
     model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)

@@ -17,7 +17,7 @@ from dtensor_ring_swa.bench.check import errors
 from dtensor_ring_swa.bench.options import BASELINES
 from dtensor_ring_swa.bench.report import case_table, plot
 from dtensor_ring_swa.bench.shapes import SHAPES
-from dtensor_ring_swa.plan import make_plan
+from dtensor_ring_swa.plan import _make_plan, make_plan
 from dtensor_ring_swa.window import Window
 
 BENCH = ["-m", "dtensor_ring_swa.bench"]
@@ -200,7 +200,7 @@ def test_shapes_have_the_published_halo(name: str, megabytes: float) -> None:
 
 
 def test_simulation_of_every_shape_takes_under_a_second(tmp_path: Path) -> None:
-    make_plan.cache_clear()
+    _make_plan.cache_clear()
     path = tmp_path / "simulated.json"
     named = [arg for name in SHAPES for arg in ("--shape", name)]
     assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
@@ -241,7 +241,7 @@ def test_cost_of_a_plan_does_not_grow_with_ranks(window: Window) -> None:
 
         sys.setprofile(count)
         try:
-            make_plan.__wrapped__(16384 * ranks, ranks, ranks // 2, window)
+            _make_plan.__wrapped__(16384 * ranks, ranks, ranks // 2, window)
         finally:
             sys.setprofile(None)
         return counted

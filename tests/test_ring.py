@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from unittest import mock
 
@@ -241,6 +242,23 @@ def round_trip(layout: str) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sequences_round_trip_in_every_layout(pools: Pools, layout: str) -> None:
     assert all(pools(4).run(round_trip, layout))
+
+
+def warnings_of(window: tuple[int, int], layout: str) -> list[str]:
+    mesh = mesh_of((4,), ("cp",))
+    x = torch.randn(1, 8, 2, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ring_attention(x, x, x, window=window, layout=layout, mesh=mesh)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_layout_that_fetches_nearly_everything_for_a_small_window_warns_once(pools: Pools) -> None:
+    # 8 rows of K and V (2 heads of 4 floats each) from the rank with each earlier token, against one of a halo.
+    said = pools(4).run(warnings_of, (1, 0), "striped")
+    assert len(said[1]) == 1 and f"{8 * 64} bytes" in said[1][0] and "would be 64" in said[1][0]
+    assert pools(4).run(warnings_of, (-1, 0), "striped") == pools(4).run(warnings_of, (1, 0), "contiguous") == [[]] * 4
 
 
 def refusal(layout: str) -> str:

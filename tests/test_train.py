@@ -28,10 +28,17 @@ def metrics(tmp_path: Path, dp: int, cp: int, *flags: str) -> list[dict[str, flo
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("dtype", "loss", "norm"), [("float32", 1e-5, 1e-4), ("float64", 1e-9, 1e-9)])
-def test_every_mesh_gives_the_same_losses(tmp_path: Path, dtype: str, loss: float, norm: float) -> None:
-    # 130 tokens do not divide by 4 ranks: the last shard is shorter.
-    flags = (f"--dtype={dtype}", "--steps=20")
+@pytest.mark.parametrize(
+    ("flags", "loss", "norm"),
+    [
+        # 130 tokens do not divide by 4 ranks: the last shard is shorter.
+        (("--dtype=float32",), 1e-5, 1e-4),
+        # 128 tokens divide by 2 x 4: the global layer is dealt to the zigzag layout and back.
+        (("--dtype=float64", "--seq-len=128", "--global-every=2"), 1e-9, 1e-9),
+    ],
+)
+def test_every_mesh_gives_the_same_losses(tmp_path: Path, flags: tuple[str, ...], loss: float, norm: float) -> None:
+    flags = (*flags, "--steps=20")
     alone = metrics(tmp_path, 1, 1, *flags)
     assert [line["step"] for line in alone] == list(range(20))
     assert alone[-1]["loss"] < alone[0]["loss"] - 1
@@ -45,8 +52,9 @@ def test_every_mesh_gives_the_same_losses(tmp_path: Path, dtype: str, loss: floa
 def test_the_window_matters_and_text_can_be_given(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    runs = [metrics(tmp_path, 1, 1, f"--text={text}", "--steps=2", f"--window={window}") for window in (1, 48)]
-    assert runs[0][0]["loss"] != runs[1][0]["loss"]
+    windows = (["--window=1"], ["--window=48"], ["--window=1", "--global-every=2"])
+    losses = {metrics(tmp_path, 1, 1, f"--text={text}", "--steps=1", *flags)[0]["loss"] for flags in windows}
+    assert len(losses) == len(windows)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +62,7 @@ def test_the_window_matters_and_text_can_be_given(tmp_path: Path) -> None:
     [
         (["--dp=2", "--cp=3"], "--dp 2 x --cp 3 needs 6 processes, not 1"),
         (["--text=/nowhere"], "--text /nowhere does not exist"),
+        (["--global-every=-1"], "--global-every must be 0 or more, got -1"),
         (["--window=0"], "--window must be at least 1, got 0"),
         (["--kv-heads=0"], "--kv-heads must be at least 1, got 0"),
         (["--dp=-1", "--cp=-1"], "--dp must be at least 1, got -1"),
