@@ -115,6 +115,6 @@ def _passing_keys(
                 [] if following.source is None else [k_BSGD.new_empty(shape.numel(following.source_rows))],
             )
         yield step, k, v
-        if coming is not None:
+        if coming is not None and following is not None:
             received = coming.wait()
-            k, v = shape.unpack(received[0], following.source_rows) if received and following else (k[:, :0], v[:, :0])
+            k, v = shape.unpack(received[0], following.source_rows) if received else (k[:, :0], v[:, :0])

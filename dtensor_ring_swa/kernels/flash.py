@@ -28,7 +28,7 @@ _WANTED = "4.0.0b36"
 _WIDTHS = 32
 _SHARED = {"softmax_scale", "softcap", "window_size_left", "window_size_right"}
 _FORWARD = _SHARED | {"q", "k", "v", "out", "lse", "return_lse", "tile_mn"}
-_BACKWARD = _SHARED | {"q", "k", "v", "out", "dout", "lse", "deterministic", "dq", "dk", "dv"}
+_BACKWARD = _SHARED | {"q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"}
 
 
 def supports(request: Request) -> str | None:
@@ -43,6 +43,8 @@ def supports(request: Request) -> str | None:
     widths = _width(request.head_dim), _width(request.v_head_dim)
     if max(widths) > 256 or (major > 9 and max(widths) > 128 and widths not in ((256, 256), (192, 128))):
         return f"it does not take head dims {request.head_dim} and {request.v_head_dim} on this GPU"
+    if request.deterministic:
+        return "its deterministic backward has not been verified yet"
     return _missing()
 
 
@@ -95,7 +97,7 @@ def backward(
     _interface()._flash_attn_bwd(
         padded(q, width), padded(k, width), padded(v, width), padded(out, width), padded(dout, width),
         lse, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
-        window_size_right=window[1], deterministic=request.deterministic, dq=targets[0], dk=targets[1],
+        window_size_right=window[1], dq=targets[0], dk=targets[1],
         dv=targets[2],
     )  # fmt: skip
     for grad, target in zip((dq, dk, dv), targets, strict=True):
