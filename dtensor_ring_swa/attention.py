@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.checks import (
     FACTS,
+    check_even_shards,
     check_layout,
     check_length,
     check_options,
@@ -121,15 +122,21 @@ def ring_attention(
         check_tensors(q, k, v)
         check_options(softcap, scale)
         if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-            check_dtensors(q, k, v, mesh)
+            # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
+            if mesh is not None or not torch.compiler.is_compiling():
+                check_dtensors(q, k, v, mesh)
+            else:
+                check_even_shards(q)
         if group is None:
             seq_len = check_length(q, seq_len)
-        else:
+        elif not torch.compiler.is_compiling():
             facts = facts_of(q, k, v, window, kernel, scale, softcap, deterministic, layout, load_balance)
     except (ValueError, NotImplementedError) as problem:
         error = problem
     if group is not None and seq_len is None and dist.get_world_size(group) > 1:
-        seq_len = _total_length(group, facts, error)
+        # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
+        compiling = torch.compiler.is_compiling()
+        seq_len = q.shape[1] * dist.get_world_size(group) if compiling else agree(group, FACTS, facts, error)
     if error is not None:
         raise error
 
@@ -139,10 +146,3 @@ def ring_attention(
         q.shape[1] if seq_len is None else seq_len, "" if group is None else group.group_name,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _total_length(group: ProcessGroup, facts: tuple[int, ...], error: Exception | None) -> int | None:
-    """Tokens over all ranks, once they agree that their calls fit together."""
-    if not torch.compiler.is_compiling():
-        return agree(group, FACTS, facts, error)
-    return None if error is not None else facts[0] * dist.get_world_size(group)

@@ -55,18 +55,21 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
         values = {name: getattr(x, what) for name, x in tensors.items()}
         if len(set(values.values())) > 1:
             raise ValueError(f"q, k and v must have the same {what}, got {values}")
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
     for what, dim in (("batch size", 0), ("length", 1)):
         if not q_BSHD.shape[dim] == k_BSGD.shape[dim] == v_BSGE.shape[dim]:
-            raise ValueError(f"q, k and v must have the same {what} (dim {dim}), got {shapes}")
+            raise ValueError(f"q, k and v must have the same {what} (dim {dim}), got {_shapes(tensors)}")
     if k_BSGD.shape[2] != v_BSGE.shape[2]:
-        raise ValueError(f"k and v must have the same number of heads (dim 2), got {shapes}")
+        raise ValueError(f"k and v must have the same number of heads (dim 2), got {_shapes(tensors)}")
     if q_BSHD.shape[3] != k_BSGD.shape[3]:
-        raise ValueError(f"q and k must have the same head dim (dim 3), got {shapes}")
+        raise ValueError(f"q and k must have the same head dim (dim 3), got {_shapes(tensors)}")
     if min(q_BSHD.shape[2], k_BSGD.shape[2], q_BSHD.shape[3], v_BSGE.shape[3]) < 1:
-        raise ValueError(f"heads and head dims must be at least 1, got {shapes}")
+        raise ValueError(f"heads and head dims must be at least 1, got {_shapes(tensors)}")
     if q_BSHD.shape[2] % k_BSGD.shape[2]:
-        raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {shapes}")
+        raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {_shapes(tensors)}")
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join([f"{name} {list(x.shape)}" for name, x in tensors.items()])
 
 
 def check_options(softcap: float, scale: float | None) -> None:
@@ -75,6 +78,20 @@ def check_options(softcap: float, scale: float | None) -> None:
         raise ValueError(f"softcap must be a positive number, or 0.0 for none, got {softcap!r}")
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
         raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
+
+
+def check_even_shards(q_BSHD: DTensor) -> None:
+    """Raise ValueError while torch.compile traces, if the ranks do not hold equally many tokens.
+
+    Two faults of torch (seen on 2.11 to 2.15) make unequal shards unsafe there: a warm cache serves the
+    graph of another rank, and nothing guards the global length.
+    """
+    for axis, placement in enumerate(q_BSHD.placements):
+        if placement.is_shard(1) and q_BSHD.shape[1] % q_BSHD.device_mesh.size(axis):
+            raise ValueError(
+                f"under torch.compile the {q_BSHD.shape[1]} tokens must divide over the "
+                f"{q_BSHD.device_mesh.size(axis)} ranks of their mesh axis; pad the sequence"
+            )
 
 
 def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
