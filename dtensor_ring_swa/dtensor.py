@@ -185,7 +185,7 @@ class _Shards:
     group_name: str
 
     def wrap(self, local: torch.Tensor, placements: tuple[Placement, ...], shape: Sequence[int]) -> DTensor:
-        return _wrap(local, self.mesh, placements, torch.Size(shape))
+        return wrap(local, self.mesh, placements, shape)
 
 
 def _unwrap(q: DTensor, k: DTensor, v: DTensor) -> _Shards:
@@ -199,12 +199,12 @@ def _unwrap(q: DTensor, k: DTensor, v: DTensor) -> _Shards:
     return _Shards(how, mesh, heads, (local_q, local_k, local_v), group_name)
 
 
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
-    """A DTensor of a contiguous shard; the global shape is given, since uneven shards do not tell it."""
+def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> DTensor:
+    """A DTensor of a shard; the global shape is given, since uneven shards do not tell it."""
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * max(size, 1))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def _attention_rule(

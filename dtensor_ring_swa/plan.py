@@ -93,6 +93,11 @@ class Plan:
         """(query, key) pairs that this rank computes."""
         return sum(block.pairs for block in self.blocks)
 
+    @property
+    def received_rows(self) -> int:
+        """Rows of K and V that come from other ranks in forward."""
+        return self.left + self.right
+
     def bytes(
         self, *, kv_heads: int, head_dim: int, v_head_dim: int | None = None, batch: int = 1, itemsize: int = 2
     ) -> int:
@@ -101,7 +106,7 @@ class Plan:
         The transposed exchange of backward sends the same number, in the dtype of the gradients.
         """
         row = batch * kv_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
-        return (self.left + self.right) * row * itemsize
+        return self.received_rows * row * itemsize
 
     def flops(self, *, q_heads: int, head_dim: int, v_head_dim: int | None = None, batch: int = 1) -> int:
         """Useful floating-point operations of forward: two matrix products over the visible pairs.

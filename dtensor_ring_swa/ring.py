@@ -64,12 +64,17 @@ class Ring:
         """(query, key) pairs that this rank computes."""
         return sum(block.pairs for step in self.steps for block in step.blocks)
 
+    @property
+    def received_rows(self) -> int:
+        """Rows of K and V that come from other ranks in forward."""
+        return sum(step.source_rows for step in self.steps[1:])
+
     def bytes(
         self, *, kv_heads: int, head_dim: int, v_head_dim: int | None = None, batch: int = 1, itemsize: int = 2
     ) -> int:
         """Bytes of K and V that this rank receives in forward."""
         row = batch * kv_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
-        return sum(step.source_rows for step in self.steps[1:]) * row * itemsize
+        return self.received_rows * row * itemsize
 
     def describe(self) -> str:
         """The ring in a few lines of English."""

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.deal import Deal, deal, make_deal
+from dtensor_ring_swa.deal import deal, make_deal
 from dtensor_ring_swa.groups import exchange_group, resolve_group
 from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.layout import runs
-from dtensor_ring_swa.plan import make_plan
-from dtensor_ring_swa.ring import balanced_layout, make_ring, uses_ring
+from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring, uses_ring
 from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
 from dtensor_ring_swa.window import UNLIMITED, Window
 
@@ -65,6 +65,16 @@ class Schedule:
         return uses_ring(self.compute_layout, self.seq_len, self.ranks, self.window)
 
     @property
+    def plan(self) -> Plan:
+        """This rank's part with a halo."""
+        return make_plan(self.seq_len, self.ranks, self.rank, self.window)
+
+    @property
+    def ring(self) -> Ring:
+        """This rank's part in the ring."""
+        return make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+
+    @property
     def halo_rows(self) -> int:
         """Rows of the buffer saved for backward: the same on every rank, to keep shapes alike."""
         return 0 if self.is_ring or not self.group_name else sum(self.window.reach(self.seq_len))
@@ -98,10 +108,9 @@ class Schedule:
         """Write out, lse and halo."""
         group = self._group(q_BSHD.device)
         if not self.is_ring:
-            plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)
-            halo_forward(plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
+            halo_forward(self.plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
             return
-        ring = make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+        ring = self.ring
         if UNLIMITED not in self.window:
             _warn_of_waste(self, k_BSGD[:, :1].nbytes + v_BSGE[:, :1].nbytes)
         if self.compute_layout == self.layout or group is None:
@@ -110,8 +119,9 @@ class Schedule:
         q, k, v = self._dealt(group, q_BSHD, k_BSGD, v_BSGE)
         out, lse = q.new_empty(*q.shape[:3], v.shape[3]), lse_BHS.new_empty(*lse_BHS.shape[:2], ring.rows)
         rotate_forward(ring, group, kernel, request, q, k, v, out, lse)
-        out_BSHE.copy_(self._dealt_back(group, out))
-        lse_BHS.copy_(self._dealt_back(group, lse.transpose(1, 2)).transpose(1, 2))
+        (out,), (lse,) = self._dealt_back(group, out), self._dealt_back(group, lse.transpose(1, 2))
+        out_BSHE.copy_(out)
+        lse_BHS.copy_(lse.transpose(1, 2))
 
     def backward(
         self,
@@ -129,34 +139,30 @@ class Schedule:
         group = self._group(q_BSHD.device)
         tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
         if not self.is_ring:
-            plan = make_plan(self.seq_len, self.ranks, self.rank, self.window)
-            return halo_backward(plan, group, kernel, request, *tensors, lse_BHS, halo)
-        ring = make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
+            return halo_backward(self.plan, group, kernel, request, *tensors, lse_BHS, halo)
+        ring = self.ring
         if self.compute_layout == self.layout or group is None:
             return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS)
         (lse,) = self._dealt(group, lse_BHS.transpose(1, 2))
         dout, q, k, v, out = self._dealt(group, *tensors)
         grads = rotate_backward(ring, group, kernel, request, dout, q, k, v, out, lse.transpose(1, 2).contiguous())
-        dq, dk, dv = deal(self._moves(self.compute_layout, self.layout), group, *grads)
+        dq, dk, dv = self._dealt_back(group, *grads)
         return dq, dk, dv
 
     def _dealt(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return deal(self._moves(self.layout, self.compute_layout), group, *tensors)
+        moves = make_deal(self.layout, self.compute_layout, self.seq_len, self.ranks, self.rank)
+        return deal(moves, group, *tensors)
 
-    def _dealt_back(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-        return deal(self._moves(self.compute_layout, self.layout), group, x)[0]
-
-    def _moves(self, old: str, new: str) -> Deal:
-        return make_deal(old, new, self.seq_len, self.ranks, self.rank)
+    def _dealt_back(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        moves = make_deal(self.compute_layout, self.layout, self.seq_len, self.ranks, self.rank)
+        return deal(moves, group, *tensors)
 
 
 @lru_cache(maxsize=256)
 def _warn_of_waste(schedule: Schedule, row_bytes: int) -> None:
     """Say once what a limited window costs in a layout that scatters neighbours over the ranks."""
-    window, seq_len, ranks, rank = schedule.window, schedule.seq_len, schedule.ranks, schedule.rank
-    ring = make_ring(schedule.compute_layout, seq_len, ranks, rank, window)
-    halo = make_plan(seq_len, ranks, rank, window)
-    fetched, needed = (sum(step.source_rows for step in ring.steps[1:]), halo.left + halo.right)
+    window, rank = schedule.window, schedule.rank
+    fetched, needed = schedule.ring.received_rows, schedule.plan.received_rows
     if fetched > 2 * needed:
         warnings.warn(
             f"window ({window.left}, {window.right}) in layout {schedule.compute_layout!r} makes rank {rank} receive "

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring_swa.checks import check_layout
+from dtensor_ring_swa.dtensor import wrap
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import Run, runs
 
@@ -105,13 +106,11 @@ def gather_sequence(
         sizes = (x.shape[dim], *(size for d, size in enumerate(x.shape) if d != dim % x.ndim))
         shape[dim] = agree(group, names, sizes)
         dealt = wrap_shard(x, axis, dim, shape).full_tensor()
-        ranks = dist.get_world_size(group)
-        order = [p for rank in range(ranks) for run in runs(layout, shape[dim], ranks, rank) for p in run.positions]
-        if layout == "contiguous":
-            wholes.append(dealt)
-        else:
-            back = torch.tensor(order, device=x.device).argsort()
-            wholes.append(dealt.index_select(dim, back))
+        if layout != "contiguous":
+            ranks = dist.get_world_size(group)
+            held = [_positions(runs(layout, shape[dim], ranks, rank), x.device) for rank in range(ranks)]
+            dealt = dealt.index_select(dim, torch.cat(held).argsort())
+        wholes.append(dealt)
     return wholes[0] if len(wholes) == 1 else tuple(wholes)
 
 
@@ -124,8 +123,7 @@ def _take(x: torch.Tensor, dim: int, mine: tuple[Run, ...]) -> torch.Tensor:
 
 def wrap_shard(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> DTensor:
     """A shard as a DTensor of a known global shape, which uneven shards alone do not tell."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [Shard(dim % x.ndim)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return wrap(x, mesh, (Shard(dim % x.ndim),), shape)
 
 
 def positions(
@@ -148,8 +146,11 @@ def positions(
     check_layout(layout)
     group = None if mesh is None else group_of(mesh)
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    mine = runs(layout, seq_len, ranks, rank)
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in mine])
+    return _positions(runs(layout, seq_len, ranks, rank), device)
+
+
+def _positions(held: tuple[Run, ...], device: torch.device | str | None) -> torch.Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in held])
 
 
 def next_token_labels(

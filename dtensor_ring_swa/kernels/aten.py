@@ -12,7 +12,6 @@ from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
     forward_on_bands,
-    multiple_of_8,
     padded,
 )
 from dtensor_ring_swa.kernels.request import Request
@@ -92,5 +91,5 @@ def backward(
 
 
 def _width(request: Request) -> int:
-    """It takes one head dim for q, k and v."""
-    return multiple_of_8(max(request.head_dim, request.v_head_dim))
+    """It takes one head dim for q, k and v, a multiple of 8: its loads are 16 bytes wide."""
+    return -(-max(request.head_dim, request.v_head_dim) // 8) * 8

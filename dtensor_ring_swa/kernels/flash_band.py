@@ -95,11 +95,6 @@ def padded(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def multiple_of_8(width: int) -> int:
-    """The head dim that the kernels compute with: their loads are 16 bytes wide."""
-    return -(-width // 8) * 8
-
-
 def _pieces(band: Band, q_len: int, k_len: int) -> list[tuple[range, range, FlashWindow]]:
     """Query rows, the keys that they see, and the window between: one piece, in rare shapes up to three.
 
