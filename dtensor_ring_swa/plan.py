@@ -187,7 +187,7 @@ def _make_plan(
             for block in blocks_between([Run(first, last)], keys, window, boundaries, sink_tokens)
         )
 
-    interior, boundary = _split(mine, needs, window.reach(seq_len), boundaries)
+    interior, boundary = _split(mine, needs, window.reach(seq_len), boundaries, sink_tokens)
     return Plan(
         seq_len, ranks, rank, window, mine.start, mine.stop, len(sinks), len(left), len(right),
         sends=tuple(_sends(mine, whole, rank)),
@@ -220,17 +220,17 @@ class _Needs:
 
 
 def _split(
-    mine: Run, needs: tuple[Run, Run, Run], reach: tuple[int, int], boundaries: Boundaries
+    mine: Run, needs: tuple[Run, Run, Run], reach: tuple[int, int], boundaries: Boundaries, sink_tokens: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Positions of the interior and of the boundary rows, as spans."""
     if not len(mine):
         return [], []
     sinks, left, right = needs
     start, stop = mine.start, mine.stop
-    if len(left):
-        start = min(mine.stop, start + reach[0], document_at(boundaries, mine.start)[1])
-    if len(sinks):
-        start = min(mine.stop, document_at(boundaries, mine.start)[1])
+    if len(left) or len(sinks):
+        # Sinks on an earlier rank are seen by all rows of their document; they may lie in the left halo.
+        reached = mine.stop if sink_tokens else start + reach[0]
+        start = min(mine.stop, reached, document_at(boundaries, mine.start)[1])
     if len(right):
         stop = max(mine.start, stop - reach[1], document_at(boundaries, mine.stop - 1)[0])
     if start >= stop:
