@@ -169,7 +169,9 @@ def _visible(
             if len(q_part) and len(k_part):
                 rows, columns, band = Band.between(q_part, k_part, left, right).trim(len(q_part), len(k_part))
                 if rows:
-                    block = Block(rows.start, rows.stop, columns.start, columns.stop, band.clip(len(rows), len(columns)))
+                    block = Block(
+                        rows.start, rows.stop, columns.start, columns.stop, band.clip(len(rows), len(columns))
+                    )
                     found.append(block.moved(q_start + q_skipped, k_start + k_skipped))
             k_start += len(k_run)
         q_start += len(q_run)

@@ -150,13 +150,19 @@ def bytes_received(case: Case) -> tuple[int, int]:
 
     q, k, v, _ = shard_sequence(mesh, *case.inputs())
     with mock.patch.object(dist, "batch_isend_irecv", count):
-        ring_attention(q, k, v, mesh=mesh, **case.options() | {"load_balance": "none"})
+        ring_attention(
+            q, k, v, mesh=mesh, window=case.window, cu_seqlens=case.boundaries(), sink_tokens=case.sink_tokens,
+            exchange=case.exchange, load_balance="none",
+        )  # fmt: skip
     ranks, rank, window = mesh.size(), mesh.get_local_rank(), Window(*case.window)
+    given = case.boundaries()
+    assert given is not None
+    cu_seqlens = given.tolist()
     ring = choose_exchange(case.exchange, "contiguous", case.seq_len, ranks, window, packed=True).exchange == "ring"
     made = (
-        make_ring("contiguous", case.seq_len, ranks, rank, window, case.cu_seqlens, case.sink_tokens)
+        make_ring("contiguous", case.seq_len, ranks, rank, window, tuple(cu_seqlens), case.sink_tokens)
         if ring
-        else make_plan(case.seq_len, ranks, rank, window, case.cu_seqlens, case.sink_tokens)
+        else make_plan(case.seq_len, ranks, rank, window, cu_seqlens, case.sink_tokens)
     )
     return sum(posted), made.bytes(kv_heads=case.kv_heads, head_dim=4, batch=case.batch, itemsize=8)
 
@@ -177,11 +183,12 @@ def packed(case: Case) -> float:
     documents = Documents(torch.tensor(case.cu_seqlens), mesh)
     q, k, v, dout = (x.squeeze(0) for x in case.inputs())
     shards = [x.detach().requires_grad_() for x in shard_sequence(mesh, q, k, v, dim=0)]
-    out, lse = ring_attention(*shards, window=case.window, cu_seqlens=documents, mesh=mesh, return_lse=True)
-    again = ring_attention(*shards, window=case.window, cu_seqlens=case.cu_seqlens, mesh=mesh)
+    q, k, v = shards
+    out, lse = ring_attention(q, k, v, window=case.window, cu_seqlens=documents, mesh=mesh, return_lse=True)
+    again = ring_attention(q, k, v, window=case.window, cu_seqlens=case.cu_seqlens, mesh=mesh)
     assert torch.equal(out, again) and lse.shape == (case.q_heads, len(out))
     whole = [x.detach().double().requires_grad_() for x in case.inputs()[:3]]
-    want, want_lse = dense_attention(*whole, case.window, cu_seqlens=case.cu_seqlens)
+    want, want_lse = dense_attention(whole[0], whole[1], whole[2], case.window, cu_seqlens=case.cu_seqlens)
     grads = torch.autograd.grad(out, shards, shard_sequence(mesh, dout, dim=0))
     want_grads = torch.autograd.grad(want, whole, dout.unsqueeze(0))
     pairs = [(out, want), (lse.T.unsqueeze(-1), want_lse.transpose(1, 2).unsqueeze(-1))]

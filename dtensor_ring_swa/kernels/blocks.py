@@ -12,7 +12,7 @@ import torch
 
 from dtensor_ring_swa.block import Block, Call
 from dtensor_ring_swa.kernels.request import Request
-from dtensor_ring_swa.merge import join_sinks_, merge_
+from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
 
 
 def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
@@ -69,6 +69,8 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         dq_BMHD: torch.Tensor,
         dk_BNGD: torch.Tensor,
         dv_BNGE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+        dsinks_H: torch.Tensor | None = None,
     ) -> None:
         """Write dq and the shares of dk and dv; see ``Kernel.backward``."""
         targets = (dq_BMHD, dk_BNGD, dv_BNGE)
@@ -95,6 +97,8 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         for target, total in zip(targets, totals, strict=True):
             if total is not target:
                 target.copy_(total)
+        if sinks_H is not None and dsinks_H is not None:
+            dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
 
     return backward
 
