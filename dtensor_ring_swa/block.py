@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.layout import Run
@@ -112,7 +112,7 @@ class Call:
 
 def _overlap(spans: Iterable[tuple[int, int]]) -> bool:
     ordered = sorted(spans)
-    return any(first[1] > second[0] for first, second in zip(ordered, ordered[1:], strict=False))
+    return any(first[1] > second[0] for first, second in pairwise(ordered))
 
 
 def _covers(spans: Iterable[tuple[int, int]], length: int) -> bool:

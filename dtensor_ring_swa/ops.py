@@ -122,7 +122,7 @@ def attention_backward(
                 halo,
                 sinks_H,
                 dsinks,
-            )  # fmt: skip
+            )
         )
     dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)

@@ -192,10 +192,10 @@ class Schedule:
 @lru_cache(maxsize=256)
 def _warn_of_waste(ring: Ring, plan: Plan, row_bytes: int) -> None:
     """Say once what a limited window costs in a layout that scatters neighbours over the ranks."""
-    fetched, needed = ring.received_rows, plan.received_rows
+    fetched, needed, window = ring.received_rows, plan.received_rows, ring.window
     if fetched > 2 * needed:
         warnings.warn(
-            f"window ({ring.window.left}, {ring.window.right}) in layout {ring.layout!r} makes rank {ring.rank} receive "
+            f"window ({window.left}, {window.right}) in layout {ring.layout!r} makes rank {ring.rank} receive "
             f"{fetched * row_bytes} bytes of K and V; with contiguous shards and load_balance='auto' it would be "
             f"{needed * row_bytes}",
             stacklevel=2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -101,7 +101,7 @@ def needed(seq_len: int, ranks: int, rank: int, window: tuple[int, int], cu: tup
     mine = range(min(rank * chunk, seq_len), min((rank + 1) * chunk, seq_len))
     left, right = (seq_len if side < 0 else side for side in window)
     seen: set[int] = set()
-    for start, stop in zip(cu, cu[1:], strict=False):
+    for start, stop in pairwise(cu):
         for p in range(max(start, mine.start), min(stop, mine.stop)):
             seen |= {j for j in range(start, stop) if (p - left <= j or j < start + sinks) and j <= p + right}
     return seen - set(mine)

@@ -15,9 +15,9 @@ import torch
 import dtensor_ring_swa
 from dtensor_ring_swa import Plan, Window, make_plan
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.kernels import KERNELS
 from dtensor_ring_swa.layout import Run, chunk_length, shard
-from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.plan import Transfer, _make_plan
 
 PACKAGE = Path(dtensor_ring_swa.__file__).parent
@@ -26,8 +26,8 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "deal", "keys",
     "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.flash_groups",
-    "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding", "heads",
-    "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
+    "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding",
+    "heads", "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat")

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.block import Call
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -70,7 +70,7 @@ def _window(blocks: Sequence[Block]) -> FlashWindow | None:
     return None if left is False or right is False else (left, right)
 
 
-def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | None | bool:
+def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | bool | None:
     """One side of the window: its reach, None if it hides nothing anywhere, False if blocks differ.
 
     A side hides nothing of a block from the reach that the block needs upwards; blocks of which it
