@@ -15,8 +15,13 @@ from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
 
 
-def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``Kernel.forward`` of ``run(request, q, k, v, band, out, lse)``."""
+def forward_by_block(
+    run: Callable[..., None], partial_dtype: Callable[[torch.dtype], torch.dtype]
+) -> Callable[..., None]:
+    """Make ``Kernel.forward`` of ``run(request, q, k, v, band, out, lse)``.
+
+    ``partial_dtype`` says in which dtype it can write results that are going to be joined.
+    """
 
     def forward(
         request: Request,
@@ -39,7 +44,8 @@ def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             rows, keys = _rows(block), _keys(block)
             part, part_lse = out[:, rows], lse_BHM[:, :, rows]
             if call.rows_overlap:
-                part, part_lse = torch.empty_like(part), torch.empty_like(part_lse)
+                part = torch.empty_like(part, dtype=partial_dtype(out_BMHE.dtype))
+                part_lse = torch.empty_like(part_lse)
             run(request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, part, part_lse)
             if call.rows_overlap:
                 merge_(out[:, rows], lse_BHM[:, :, rows], part, part_lse)

@@ -190,7 +190,7 @@ def _varlen(packed: Group | None) -> dict[str, Any]:
     return {} if packed is None else {name: getattr(packed, name) for name in names}
 
 
-_forward_by_block = forward_by_block(forward_on_bands(_forward))
+_forward_by_block = forward_by_block(forward_on_bands(_forward), grad_dtype)
 _backward_by_block = backward_by_block(backward_on_bands(_backward))
 
 
