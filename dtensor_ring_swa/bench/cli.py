@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.case import Case, Environment, distributed, local_device
-from dtensor_ring_swa.bench.options import BASELINES, DTYPES, Options, parse
-from dtensor_ring_swa.bench.report import case_table, device_name, plot, versions, write_json
-from dtensor_ring_swa.bench.run import OURS, run_case
-from dtensor_ring_swa.bench.shapes import SHAPES, Shape
+from dtensor_ring_swa.bench.hybrid import hybrid_records, hybrid_table
+from dtensor_ring_swa.bench.options import BASELINES, DTYPES, OURS, Options, parse
+from dtensor_ring_swa.bench.report import case_table, device_name, plot, read_json, versions, write_json
+from dtensor_ring_swa.bench.run import run_case
+from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.simulate import simulate
 from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
 
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
         if options.simulate_ranks is not None:
             return simulate(options)
+        if options.recorded is not None and options.plot is not None:
+            plot(options.plot, read_json(options.recorded))
+            return 0
         device = local_device(options.device)
         if options.list:
             print(_listing(device))
@@ -68,6 +73,8 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     )
     try:
         kernel = choose(options.kernel, request)
+        if options.extras.given:
+            kernel = _kernel_with_extras(options, shape, request)
     except NotImplementedError as problem:
         raise NotImplementedError(f"{shape}: {problem}") from problem
     if cuda:
@@ -83,26 +90,52 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     return Job(shape, rows, request, kernel)
 
 
+def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Kernel:
+    """The first kernel allowed that can also do what is asked besides a window, tried on a few tokens.
+
+    Raises:
+        NotImplementedError: If none can.
+    """
+    names = list(KERNELS) if options.kernel == "auto" else [options.kernel]
+    names = [name for name in names if KERNELS[name].supports(request) is None]
+    few, like = 16, {"device": request.device, "dtype": request.dtype}
+    widths = ((shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
+    tensors = [options.extras.pack(torch.zeros(1, few, *width, **like)) for width in widths]
+    arguments = options.extras.arguments(few, shape.q_heads, request.device, request.dtype)
+    for name in names:
+        try:
+            ring_attention(*tensors, window=shape.window, softcap=shape.softcap, kernel=name, **arguments)
+        except NotImplementedError:
+            if name == names[-1]:
+                raise
+        else:
+            return KERNELS[name]
+    raise AssertionError("choose() found a kernel")
+
+
 def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
     record: dict[str, Any] = {
         "versions": versions(), "device": device_name(environment.device), "ranks": environment.ranks,
-        "repeats": options.repeats, "batch": options.batch, "cases": [],
+        "repeats": options.repeats, "batch": options.batch, "extras": asdict(options.extras), "cases": [],
     }  # fmt: skip
     first = environment.rank == 0
     for job in jobs:
-        case = Case(job.shape, job.rows, options.batch, job.request, job.kernel, environment)
+        case = Case(job.shape, job.rows, options.batch, job.request, job.kernel, environment, options.extras)
         dtype = str(job.request.dtype).removeprefix("torch.")
-        measured = run_case(case, options.baselines, options.repeats, options.check)
+        measured = run_case(case, options.methods, options.repeats, options.check)
         shape = asdict(job.shape)
         record["cases"].append({"shape": shape, "dtype": dtype, "kernel": job.kernel.NAME, **measured})
         if first:
             print(
                 f"\n{job.shape}\n{job.rows} rows on each of {environment.ranks} x {record['device']}, "
                 f"batch {options.batch}, {dtype}, kernel {job.kernel.NAME}"
+                + (f", {options.extras.asked}" if options.extras.given else "")
                 + (f" ({job.shape.note})" if job.shape.note else ""),
             )
             print(case_table(record["cases"][-1]), flush=True)
+    record["hybrids"] = hybrid_records(options.hybrids, record["cases"])
     if first:
+        print("".join(f"\n{hybrid_table(hybrid)}\n" for hybrid in record["hybrids"]), end="", flush=True)
         if options.json:
             write_json(options.json, record)
         if options.plot:
@@ -112,7 +145,8 @@ def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int
 
 def _listing(device: torch.device) -> str:
     lines = ["shapes:", *(f"  {shape}{f' ({shape.note})' if shape.note else ''}" for shape in SHAPES.values())]
-    lines += [f"methods: {', '.join(kind.name for kind in OURS)} always; --baselines {','.join(BASELINES)}"]
+    lines += ["both kinds of layer of a model:", *(f"  {name}" for name in HYBRIDS)]
+    lines += [f"methods, as far as they suit the window: --ours {','.join(OURS)} --baselines {','.join(BASELINES)}"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lines += [f"kernels on {device_name(device)}, {str(dtype).removeprefix('torch.')}, head dim 128:"]
     request = Request(device, dtype, 128, 128, 128**-0.5)
