@@ -7,7 +7,8 @@ import math
 import torch
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Given
 from dtensor_ring_swa.layout import runs
 

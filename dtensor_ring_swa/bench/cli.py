@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.case import Case, Environment, distributed, local_device
 from dtensor_ring_swa.bench.hybrid import hybrid_records, hybrid_table
-from dtensor_ring_swa.bench.options import BASELINES, DTYPES, OURS, Options, parse
+from dtensor_ring_swa.bench.job import Job, jobs_of
+from dtensor_ring_swa.bench.options import Options, parse
+from dtensor_ring_swa.bench.parser import BASELINES, OURS
 from dtensor_ring_swa.bench.report import case_table, device_name, plot, read_json, versions, write_json
 from dtensor_ring_swa.bench.run import run_case
-from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
+from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES
 from dtensor_ring_swa.bench.simulate import simulate
-from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
-
-
-@dataclass(frozen=True)
-class Job:
-    """A shape that can run here."""
-
-    shape: Shape
-    rows: int
-    request: Request
-    kernel: Kernel
+from dtensor_ring_swa.kernels import KERNELS, Request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,72 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.list:
             print(_listing(device))
             return 0
-        jobs = [_job(shape, options, device) for shape in options.shapes]
+        jobs = jobs_of(options, device)
     except (ValueError, NotImplementedError) as problem:
         # One write: the lines of many ranks do not mix.
         sys.stderr.write(f"bench: {problem}\n")
         sys.stderr.flush()
         return 2
     with distributed(device) as environment:
-        return _run(jobs, options, environment)
+        return run_jobs(jobs, options, environment)
 
 
-def _job(shape: Shape, options: Options, device: torch.device) -> Job:
-    """Check that a shape can run on this device.
+def run_jobs(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
+    """Measure, print and write. Collective.
 
-    Raises:
-        NotImplementedError: If the named kernel cannot serve it.
-        ValueError: If it cannot fit into the device's memory.
+    Returns:
+        0, or 1 if ``--check`` found a fault.
     """
-    cuda = device.type == "cuda"
-    dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
-    rows = options.rows or (32768 if cuda else 512)
-    request = Request(
-        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap
-    )
-    try:
-        kernel = choose(options.kernel, request)
-        if options.extras.given:
-            kernel = _kernel_with_extras(options, shape, request)
-    except NotImplementedError as problem:
-        raise NotImplementedError(f"{shape}: {problem}") from problem
-    if cuda:
-        # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
-        width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
-        least = 2 * options.batch * rows * width * dtype.itemsize
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if least > memory:
-            raise ValueError(
-                f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
-                "pass fewer --rows"
-            )
-    return Job(shape, rows, request, kernel)
-
-
-def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Kernel:
-    """The first kernel allowed that can also do what is asked besides a window, tried on a few tokens.
-
-    Raises:
-        NotImplementedError: If none can.
-    """
-    names = list(KERNELS) if options.kernel == "auto" else [options.kernel]
-    names = [name for name in names if KERNELS[name].supports(request) is None]
-    few, like = 16, {"device": request.device, "dtype": request.dtype}
-    widths = ((shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
-    tensors = [options.extras.pack(torch.zeros(1, few, *width, **like)) for width in widths]
-    arguments = options.extras.arguments(few, shape.q_heads, request.device, request.dtype)
-    for name in names:
-        try:
-            ring_attention(*tensors, window=shape.window, softcap=shape.softcap, kernel=name, **arguments)
-        except NotImplementedError:
-            if name == names[-1]:
-                raise
-        else:
-            return KERNELS[name]
-    raise AssertionError("choose() found a kernel")
-
-
-def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
     record: dict[str, Any] = {
         "versions": versions(), "device": device_name(environment.device), "ranks": environment.ranks,
         "repeats": options.repeats, "batch": options.batch, "extras": asdict(options.extras), "cases": [],

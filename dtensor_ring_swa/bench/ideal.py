@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients, Method, attend, attend_backward
 from dtensor_ring_swa.layout import Run
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 
 # dq, dk and dv, and after them the gradient of learned sinks where there are any.
 Gradients = tuple[torch.Tensor, ...]

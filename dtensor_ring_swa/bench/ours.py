@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.layout import runs

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from dtensor_ring_swa.bench.case import Case, Inputs
-from dtensor_ring_swa.bench.check import NAMES, TOLERANCE, Expected, errors, expected, rows_of
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.check import NAMES, Expected, errors, expected, rows_of
 from dtensor_ring_swa.bench.contest import OURS, gap_of, kinds_for
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Given, Method
+from dtensor_ring_swa.bench.record import add_imbalance, add_ratios, add_times, failures
 from dtensor_ring_swa.bench.report import DIRECTIONS
 from dtensor_ring_swa.bench.timing import Clock, Contestant, input_sets, race
 from dtensor_ring_swa.bench.wire import count_received
-from dtensor_ring_swa.ring import imbalance
 
 
 @dataclass
@@ -53,12 +54,12 @@ def run_case(case: Case, names: tuple[str, ...], repeats: int, check: bool) -> d
     flops = environment.maximum([case.flops])[0]
     for contestant in contestants:
         record = next(r for r in records if r["name"] == contestant.method.name)
-        _add_times(record, contestant, flops)
-    _add_ratios(records)
+        add_times(record, contestant, flops)
+    add_ratios(records)
     if case.against_one_device:
-        _add_imbalance(records, contestants)
+        add_imbalance(records, contestants)
     return {"rows": case.rows, "seq_len": case.seq_len, "input_sets": len(inputs), "forward_flops_a_rank": int(flops),
-            "methods": records, "failures": _failures(case, records) if check else []}  # fmt: skip
+            "methods": records, "failures": failures(case, records) if check else []}  # fmt: skip
 
 
 def _first_run(kind: type[Method], case: Case, inputs: Inputs) -> tuple[Method | None, str]:
@@ -129,58 +130,3 @@ def _agree(method: Method, trial: Trial, found: dict[str, float]) -> dict[str, A
     if found:
         record["errors"] = dict(zip(found, maximum(list(found.values())), strict=True))
     return record
-
-
-def _add_times(record: dict[str, Any], contestant: Contestant, flops: float) -> None:
-    share, alone = contestant.method.share or 1.0, contestant.method.share is not None
-    for direction, factor in zip(DIRECTIONS, (1.0, 2.5), strict=True):
-        if direction in record:
-            ms, iqr_ms, host_ms = contestant.method.case.environment.maximum(contestant.samples[direction].summary())
-            record[direction] |= {"ms": ms * share, "iqr_ms": iqr_ms * share, "host_ms": host_ms}
-            if contestant.method.case.request.device.type == "cpu":
-                record[direction]["host_ms"] = None
-            if alone:
-                record[direction]["one_device_ms"] = ms
-            record[direction]["tflops"] = factor * flops / (ms * share) / 1e9
-
-
-def _add_imbalance(records: list[dict[str, Any]], contestants: list[Contestant]) -> None:
-    """The busiest rank's work over the mean, as planned; and the slowest rank's time over the mean, as measured.
-
-    A rank that waits for another's message is not idle by its clock, so the measured figure can be the
-    smaller one. Collective.
-    """
-    for contestant in contestants:
-        method, record = contestant.method, next(r for r in records if r["name"] == contestant.method.name)
-        case = method.case
-        if method.share is None and not case.extras.given:
-            record["imbalance_predicted"] = imbalance(
-                method.compute_layout, case.seq_len, case.environment.ranks, case.shape.window
-            )
-        for direction in DIRECTIONS:
-            if direction in record:
-                mine = contestant.samples[direction].summary()[:1]
-                slowest, mean = case.environment.maximum(mine)[0], case.environment.mean(mine)[0]
-                record[direction]["imbalance_measured"] = slowest / mean
-
-
-def _add_ratios(records: list[dict[str, Any]]) -> None:
-    ideal = next((r for r in records if r["name"] == "ideal" and "skipped" not in r), None)
-    for record in records:
-        for direction in DIRECTIONS:
-            if direction in record:
-                ms = record[direction]["ms"]
-                record[direction]["ratio_to_ideal"] = ms / ideal[direction]["ms"] if ideal else None
-
-
-def _failures(case: Case, records: list[dict[str, Any]]) -> list[str]:
-    tolerance = TOLERANCE[case.request.dtype]
-    failures = []
-    for record in records:
-        for name, error in record.get("errors", {}).items():
-            if not error <= tolerance:
-                failures.append(f"{record['name']}: {name} is off by {error:.2e}, more than {tolerance:.0e}")
-        for direction in DIRECTIONS:
-            if record.get(direction, {}).get("bytes_as_predicted") is False:
-                failures.append(f"{record['name']}: {direction} received other bytes than predicted")
-    return failures

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
 from dtensor_ring_swa.window import Window
 
