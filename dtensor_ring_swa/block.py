@@ -10,7 +10,7 @@ from itertools import combinations, pairwise
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.layout import Run
 from dtensor_ring_swa.packing import Boundaries, documents_within
-from dtensor_ring_swa.window import UNLIMITED, Window
+from dtensor_ring_swa.window import Window
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def blocks_between(
         boundaries: Where documents begin and end.
         sink_tokens: First tokens of a document that all of its later tokens see.
     """
-    left, right = (None if side == UNLIMITED else side for side in window)
+    left, right = window.sides
     spans = ((min(run.start for run in runs), max(run.stop for run in runs)) for runs in (queries, keys))
     found: list[Block] = []
     for document in documents_within(boundaries, *spans):
