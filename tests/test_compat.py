@@ -242,7 +242,7 @@ def neighbours(case: Case) -> tuple[dist.ProcessGroup, int, int, int]:
     return group, peers[rank - 1], rank, peers[(rank + 1) % len(peers)]
 
 
-@settings(max_examples=100, phases=WITHOUT_SHRINKING)
+@settings(max_examples=80, phases=WITHOUT_SHRINKING)
 @given(
     ranks=st.sampled_from([1, 2, 4]), window_size=st.integers(0, 12), seq_len=st.integers(1, 24),
     batch=st.integers(1, 2), scale=st.sampled_from([None, 0.3]), told=st.booleans(), sink_tokens=st.integers(0, 1),
