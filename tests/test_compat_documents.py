@@ -76,9 +76,9 @@ def varlen_distance(name: str, form: str, documents: list[int], options: dict[st
     window = Window.flash(options.get("window_size", (-1, -1)), options.get("causal", False))
     whole = [x.requires_grad_() for x in case.inputs()[:3]]
     dout = case.inputs()[3]
-    want, want_lse = dense_attention(
-        *whole, (window.left, window.right), options.get("softmax_scale"), cu_seqlens=documents
-    )
+    mask = (window.left, window.right)
+    q, k, v = whole
+    want, want_lse = dense_attention(q, k, v, mask, options.get("softmax_scale"), cu_seqlens=documents)
     results = [want[0].detach(), want_lse[0].detach().T, *(x[0] for x in torch.autograd.grad(want, whole, dout))]
 
     leaves = [local_part(name, documents, x.detach()[0]).clone().requires_grad_() for x in whole]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -77,13 +77,14 @@ def attend(
     *,
     layout: str = "contiguous",
     load_balance: str = "auto",
-    **more: object,
+    seq_len: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's out ``[B, S_local, Hq, Dv]`` and lse ``[B, Hq, S_local]``; without B for packed tensors."""
     window, scale, deterministic, group = options
     return ring_attention(
         q_BSHD, k_BSGD, v_BSGE, window=window, scale=scale, deterministic=deterministic, layout=layout,
-        load_balance=load_balance, mesh=group, return_lse=True, **more,
+        load_balance=load_balance, mesh=group, seq_len=seq_len, cu_seqlens=cu_seqlens, return_lse=True,
     )  # fmt: skip
 
 

@@ -117,8 +117,8 @@ def _join(table: list[list[tuple[int, int]]], seq_len: int, causal: bool) -> Doc
             if end not in ends:
                 raise ValueError(
                     f"rank {rank} of the group has keys [{start}, {end}) for a document that, by the boundaries of all "
-                    f"ranks, is [{start}, {end_of[start]}); prepare cu_seqlens from the same boundaries everywhere, and "
-                    "with the causal of this call"
+                    f"ranks, is [{start}, {end_of[start]}); prepare cu_seqlens from the same boundaries everywhere, "
+                    "and with the causal of this call"
                 )
     return Documents(boundaries)
 

@@ -51,7 +51,8 @@ def attend_shares(
         documents = local_boundaries(cu_seqlens, "cu_seqlens", q=q_THD, k=k_TGD, v=v_TGE)
         starts_of: dict[int, list[int]] = {}
         for start, stop in pairwise(documents.cu_seqlens.tolist()):
-            starts_of.setdefault(stop - start, []).append(start)
+            if start < stop or documents.seq_len == 0:
+                starts_of.setdefault(stop - start, []).append(start)
         longest = max(starts_of)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(
