@@ -111,7 +111,7 @@ def ring_attention(
             pass by, two at a time) or ``"auto"``: the ring where a halo could hold more than two shards
             for a window without limit, eight for a limited one. ``make_plan(...).describe()`` says.
         kernel: ``"auto"``, the fastest that can serve the call, or a name: ``"flash"``, ``"aten"``,
-            ``"reference"``.
+            ``"triton"``, ``"reference"``.
         mesh: For plain shards: a 1-D DeviceMesh or a ProcessGroup. DTensors carry their own.
         deterministic: Bitwise the same gradients on every run; raises where the kernel cannot.
         seq_len: For plain shards: tokens of the whole sequence, when the caller knows it. By default

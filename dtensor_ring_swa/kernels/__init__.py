@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from dtensor_ring_swa.kernels import aten, flash, reference
+from dtensor_ring_swa.kernels import aten, flash, reference, triton
 from dtensor_ring_swa.kernels.request import Kernel, Request
 
 # In the order of preference for kernel="auto".
-KERNELS: dict[str, Kernel] = {k.NAME: k for k in (cast(Kernel, flash), cast(Kernel, aten), cast(Kernel, reference))}
+KERNELS: dict[str, Kernel] = {k.NAME: k for k in (cast(Kernel, module) for module in (flash, aten, triton, reference))}
 
 __all__ = ["KERNELS", "Kernel", "Request", "check_name", "choose"]
 
