@@ -1,8 +1,10 @@
 """Context-parallel sliding-window attention for DTensors."""
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.parallel import ContextParallel, RingAttention
+from dtensor_ring_swa.module import RingAttention
+from dtensor_ring_swa.parallel import ContextParallel
 from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.plans import apply_context_parallel
 from dtensor_ring_swa.sequence import (
     gather_sequence,
     next_token_labels,
@@ -17,6 +19,7 @@ __all__ = [
     "Plan",
     "RingAttention",
     "Window",
+    "apply_context_parallel",
     "gather_sequence",
     "make_plan",
     "next_token_labels",

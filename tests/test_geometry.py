@@ -25,7 +25,8 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "plan", "ring", "groups", "exchange", "deal", "keys", "merge", "kernels.request",
     "kernels.reference", "kernels.flash_band", "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo",
-    "rotate", "schedule", "checks", "ops", "dtensor", "attention", "sequence", "parallel", "",
+    "rotate", "schedule", "checks", "ops", "dtensor", "attention", "sequence", "module", "inputs",
+    "joint", "lengths", "hooks", "parallel", "plans", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat")
