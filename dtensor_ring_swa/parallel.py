@@ -58,7 +58,7 @@ class ContextParallel(ParallelStyle):
         seq_dim: int = 1,
         seq_len: int | None = None,
         *,
-        inputs: Mapping[Key, int] | None = None,
+        inputs: Mapping[Key, int] | Mapping[int, int] | Mapping[str, int] | None = None,
         positions: Key | None = None,
         layout: str | None = None,
         axis: str = "cp",
@@ -69,7 +69,7 @@ class ContextParallel(ParallelStyle):
             check_layout(layout)
         self.seq_dim = seq_dim
         self.seq_len = seq_len
-        self.inputs = None if inputs is None else dict(inputs)
+        self.inputs = None if inputs is None else dict[Key, int](inputs.items())
         self.positions = positions
         self.layout = layout
         self.axis = axis

@@ -63,21 +63,29 @@ def _styles(plan: Mapping[str, ParallelStyle] | Iterable[str]) -> dict[str, Para
 
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Modules by name; a pattern matches as many name parts as it has. A module of two names counts once."""
+    """Modules by name; a pattern matches as many parts of a name as it has. A module of several names counts once."""
+    if not pattern:
+        return {"": model}
     wanted = pattern.split(".")
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if len(parts := name.split(".")) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-    }
+    found: dict[nn.Module, str] = {}
+    for name, module in _named(model).items():
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+            found.setdefault(module, name)
+    return {name: module for module, name in found.items()}
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules below the model, under all their names."""
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
 
 
 def _nothing_matches(model: nn.Module, missing: list[str]) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    near = dict.fromkeys(name for pattern in missing for name in get_close_matches(pattern, names, n=4, cutoff=0.3))
-    some = list(near or names)[:8]
+    names = list(_named(model))
+    near = {name for pattern in missing for name in get_close_matches(pattern, names, n=8, cutoff=0.3)}
+    some = [name for name in names if name in near] or names
     what = f"no module matches {', '.join(map(repr, missing))}" if missing else "the plan is empty"
-    return f"{what}; of {len(names)} modules, some are: {', '.join(some) or 'none'}"
+    return f"{what}; of {len(names)} names of modules, some are: {', '.join(some[:8]) or 'none'}"
 
 
 def _check_once(found: dict[str, dict[str, nn.Module]]) -> None:
