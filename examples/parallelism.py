@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from model import Decoder
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -16,6 +15,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtensor_ring_swa import ContextParallel, apply_context_parallel
+
+from model import Decoder
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
@@ -38,20 +39,21 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
     }
 
 
-def parallelize(model: Decoder, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype, seq_len: int) -> Decoder:
+def parallelize(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, seq_len: int) -> Decoder:
     """Shard a model that is the same on every rank.
 
     Args:
         model: On its device, with the weights that it is to start from.
-        mesh: Axes ``cp`` and ``tp``.
-        everyone: One axis of all ranks that hold other tokens: FSDP shards the parameters over them.
+        mesh: Axes ``dp_shard``, ``cp`` and ``tp``.
         dtype: What to compute in; bfloat16 keeps the master weights as they are.
         seq_len: Tokens of a whole sequence.
     """
     plan: dict[str, ParallelStyle] = {"layers.*.attention.core": ContextParallel(seq_len=seq_len)}
     if mesh["tp"].size() > 1:
         plan |= tensor_parallel_plan()
-    apply_context_parallel(model, mesh, plan)
+    apply_context_parallel(model, mesh["cp", "tp"], plan)
+    # FSDP shards over both: the ranks of one sequence hold different tokens, like those of one batch.
+    everyone = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     policy = MixedPrecisionPolicy()
     if dtype == torch.bfloat16:
         # Inputs are not cast: a layer's rotary angles reach the sequence length, where bfloat16 counts in fours.

@@ -21,16 +21,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checkpoint import resume, save
-from data import batch_of, entropy, read_text
-from model import Decoder, ModelConfig
-from parallelism import parallelize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from dtensor_ring_swa import next_token_labels, positions, shard_sequence, token_mean
 from dtensor_ring_swa.kernels import KERNELS
+
+from checkpoint import resume, save
+from data import batch_of, entropy, read_text
+from model import Decoder, ModelConfig
+from parallelism import parallelize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 VOCABULARY = 256
@@ -104,8 +105,8 @@ def start() -> tuple[torch.device, int]:
     return device, dist.get_rank()
 
 
-def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, everyone: DeviceMesh) -> Decoder:
-    """The same model on every mesh."""
+def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> Decoder:
+    """The same model on every mesh of the axes dp_shard, cp and tp."""
     torch.manual_seed(args.seed)
     config = ModelConfig(
         VOCABULARY, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel
@@ -113,15 +114,13 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, ever
     dtype = DTYPES[args.dtype]
     # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
     model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-    return parallelize(model, mesh["cp", "tp"], everyone, dtype, args.seq_len)
+    return parallelize(model, mesh, dtype, args.seq_len)
 
 
 def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> Iterator[dict[str, float]]:
     """Train, and yield the metrics of each step."""
     mesh = init_device_mesh(device.type, (args.dp, args.cp, args.tp), mesh_dim_names=("dp_shard", "cp", "tp"))
-    # FSDP shards over both: the ranks of one sequence hold different tokens, like those of one batch.
-    everyone = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    model = build(args, device, mesh, everyone)
+    model = build(args, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     first = resume(args.resume, model, optimizer) if args.resume else 0
     position = positions(mesh["cp"], args.seq_len, device=device)
@@ -134,7 +133,7 @@ def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) ->
         logits = model(tokens, position).flatten(0, 1)
         exact = torch.promote_types(logits.dtype, torch.float32)
         summed = F.cross_entropy(logits.to(exact), labels.flatten(), reduction="sum")
-        loss = token_mean(summed, (labels >= 0).sum(), everyone)
+        loss = token_mean(summed, (labels >= 0).sum(), mesh["dp_shard", "cp"])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # What most ranks will import.
 _PRELOADED = ("dtensor_ring_swa", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
