@@ -31,7 +31,7 @@ class ContextParallel(ParallelStyle):
     do not fit together, all ranks raise. While torch.compile traces, equal shards are taken for granted.
 
     Args:
-        seq_dim: The sequence dim of the module's tensors.
+        seq_dim: The sequence dim of the module's tensors. A ``RingAttention`` knows its own.
         seq_len: Tokens of the whole sequence, when it is always the same. Then the ranks do not compare: a
             rank that alone has wrong inputs raises alone.
         inputs: Which inputs carry the sequence and on which dim, by position or name, for example
@@ -105,7 +105,9 @@ class ContextParallel(ParallelStyle):
         parameters = Parameters.of(module)
         inputs = self.inputs
         if inputs is None and isinstance(module, RingAttention):
-            inputs = dict.fromkeys(("q", "k", "v"), self.seq_dim)
+            if self.seq_dim != 1:
+                raise ValueError(f"seq_dim={self.seq_dim}, but q, k and v are [B, S, H, D], or [T, H, D] packed")
+            inputs = dict.fromkeys(("q", "k", "v"), -3)
         if inputs is not None:
             dims = [(parameters.key(key), dim) for key, dim in inputs.items()]
             inputs = dict(dims)
