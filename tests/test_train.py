@@ -49,15 +49,14 @@ def assert_same(alone: list[dict[str, float]], other: list[dict[str, float]], lo
     ("flags", "loss", "norm"),
     [
         # 130 tokens do not divide by 4 ranks: the last shard is shorter.
-        (("--dtype=float32",), 1e-5, 1e-4),
+        (("--dtype=float32", "--steps=20"), 1e-5, 1e-4),
         # 128 tokens divide by 2 x 4: the global layer is dealt to the zigzag layout and back.
-        (("--dtype=float64", "--seq-len=128", "--global-every=2"), 1e-9, 1e-9),
+        (("--dtype=float64", "--seq-len=128", "--global-every=2", "--steps=8"), 1e-9, 1e-9),
     ],
 )
 def test_every_mesh_gives_the_same_losses(pools: Pools, flags: tuple[str, ...], loss: float, norm: float) -> None:
-    flags = (*flags, "--steps=20")
     alone = on_mesh(pools, 1, 1, *flags)
-    assert [line["step"] for line in alone] == list(range(20))
+    assert [line["step"] for line in alone] == list(range(len(alone)))
     assert alone[-1]["loss"] < alone[0]["loss"] - 1
     for dp, cp in ((1, 2), (2, 2), (1, 4)):
         assert_same(alone, on_mesh(pools, dp, cp, *flags), loss, norm)
