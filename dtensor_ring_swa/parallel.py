@@ -1,146 +1,154 @@
-"""Attention as a module, and the plan entry that makes a module context-parallel."""
+"""The plan entry that makes a module context-parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring_swa.attention import WindowLike, ring_attention
-from dtensor_ring_swa.groups import agree
-from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.layout import shard
-from dtensor_ring_swa.sequence import wrap_shard
-from dtensor_ring_swa.window import Window
-
-
-class RingAttention(nn.Module):
-    """``ring_attention`` as a module without parameters, the entry for a plan to name.
-
-    Without a plan it is ordinary attention on one device.
-
-    Args:
-        window: ``(left, right)`` tokens visible; see ``ring_attention``.
-        scale: Factor on the scores; ``head_dim ** -0.5`` by default.
-        softcap: Bound on the scores; 0.0 is off.
-        kernel: A kernel's name or ``"auto"``.
-        deterministic: Bitwise the same gradients on every run.
-
-    Raises:
-        ValueError: For a window or kernel that does not exist.
-    """
-
-    def __init__(
-        self,
-        window: WindowLike = (-1, 0),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        kernel: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        super().__init__()
-        check_name(kernel)
-        self.window = Window.of(window)
-        self.scale = scale
-        self.softcap = softcap
-        self.kernel = kernel
-        self.deterministic = deterministic
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend: q ``[B, S, Hq, D]``, k ``[B, S, Hkv, D]``, v ``[B, S, Hkv, Dv]`` to ``[B, S, Hq, Dv]``."""
-        return ring_attention(
-            q,
-            k,
-            v,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            kernel=self.kernel,
-            deterministic=self.deterministic,
-        )
-
-    def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
-        return f"window=({self.window.left}, {self.window.right}), kernel={self.kernel!r}"
+from dtensor_ring_swa.checks import check_layout
+from dtensor_ring_swa.hooks import Hooks
+from dtensor_ring_swa.inputs import Key, Parameters
+from dtensor_ring_swa.module import RingAttention
 
 
 class ContextParallel(ParallelStyle):
     """Shard a module's inputs on the sequence: ``{"layers.*.attn.core": ContextParallel()}``.
 
-    On the way in, the module's local tensors become DTensors sharded on ``seq_dim`` over the mesh
-    that ``parallelize_module`` is given; on the way out, DTensors become local shards again.
+    The caller passes shards and gets shards; the module works on DTensors of the whole sequence.
+
+    * Local tensors become DTensors sharded on the sequence over the context-parallel axis. What comes out
+      becomes local again. That tensor parallelism has split their heads is no matter: heads stay local.
+    * DTensors on other axes, for example heads on ``tp`` with the local rows of the sequence, become
+      DTensors on those axes and the context-parallel one. What comes out goes back to those axes. The plan
+      must be applied on a mesh that has them all, such as ``mesh["cp", "tp"]``.
+    * DTensors on the context-parallel axis pass as they are.
+
+    Before anything else the ranks compare their inputs, in one small message between hosts a call. If they
+    do not fit together, all ranks raise. While torch.compile traces, equal shards are taken for granted.
 
     Args:
-        seq_dim: The sequence dim of the module's tensors.
-        seq_len: Tokens of the whole sequence, when it is always the same. By default the ranks
-            compare the lengths of their shards at every call.
+        seq_dim: The sequence dim of the module's tensors. A ``RingAttention`` knows its own.
+        seq_len: Tokens of the whole sequence, when it is always the same. Then the ranks do not compare: a
+            rank that alone has wrong inputs raises alone.
+        inputs: Which inputs carry the sequence and on which dim, by position or name, for example
+            ``{"q": 1, "k": 1, "mask": 2}``. Those that a call leaves out or passes None for are skipped; all
+            others pass as they are. By default these are q, k and v of a ``RingAttention``, and every
+            floating-point tensor of another module.
+        positions: An integer input, by position or name, that is *replaced* by the global positions of this
+            rank's tokens, whatever the caller passed. It keeps the caller's shape and dtype except for
+            its last dim; where none was passed, it is int64 ``[1, S_local]``. Do not name an input whose
+            positions begin anew in each document: shard it with ``shard_sequence`` like the tokens.
+        layout: How positions lie on the ranks; see ``ring_attention``. ``RingAttention`` modules inside are
+            set to it. By default it is theirs, or else contiguous.
+        axis: Name of the context-parallel axis in a mesh of several.
+        use_local_input: Leave inputs and outputs as they are, and only compare lengths and make positions:
+            for modules whose parameters are plain tensors.
+
+    Raises:
+        ValueError: When applied, if the module takes no such input, the mesh has no such axis, or layouts
+            contradict each other.
     """
 
-    def __init__(self, seq_dim: int = 1, seq_len: int | None = None) -> None:
+    def __init__(
+        self,
+        seq_dim: int = 1,
+        seq_len: int | None = None,
+        *,
+        inputs: Mapping[Key, int] | Mapping[int, int] | Mapping[str, int] | None = None,
+        positions: Key | None = None,
+        layout: str | None = None,
+        axis: str = "cp",
+        use_local_input: bool = False,
+    ) -> None:
         super().__init__()
+        if layout is not None:
+            check_layout(layout)
         self.seq_dim = seq_dim
         self.seq_len = seq_len
+        self.inputs = None if inputs is None else dict[Key, int](inputs.items())
+        self.positions = positions
+        self.layout = layout
+        self.axis = axis
+        self.use_local_input = use_local_input
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"ContextParallel needs a mesh of one axis, got {device_mesh.mesh_dim_names}; pass mesh['cp']"
-            )
+        return self.attach(module, device_mesh, type(module).__name__)
 
-        def shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tensors = [x for x in (*args, *kwargs.values()) if _is_sequence(x)]
-            if not tensors:
-                raise ValueError(f"{type(module).__name__} got no local tensor to shard on the sequence")
-            total = self._total_length(device_mesh, tensors)
+    def attach(self, module: nn.Module, mesh: DeviceMesh, name: str) -> nn.Module:
+        """Make one module context-parallel, which errors call ``name``.
 
-            def wrap(x: Any) -> Any:
-                if not _is_sequence(x):
-                    return x
-                shape = list(x.shape)
-                shape[self.seq_dim] = total
-                return wrap_shard(x, device_mesh, self.seq_dim, shape)
+        Raises:
+            ValueError: If it cannot be; nothing has been changed then.
+        """
+        try:
+            hooks = self._hooks(module, mesh, name)
+        except ValueError as error:
+            raise ValueError(f"ContextParallel on {name}: {error}") from None
+        for core in _attentions(module):
+            core.layout = hooks.layout
 
-            return tuple(map(wrap, args)), {name: wrap(x) for name, x in kwargs.items()}
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return hooks.enter(args, kwargs)
 
-        def unwrap_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
-            return _map_structure(lambda x: x.to_local() if isinstance(x, DTensor) else x, outputs)
+        def leave(_: nn.Module, args: Any, outputs: Any) -> Any:
+            return hooks.leave(outputs)
 
-        module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
-        module.register_forward_hook(unwrap_outputs)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
         return module
 
-    def _total_length(self, mesh: DeviceMesh, tensors: list[torch.Tensor]) -> int:
-        lengths = {x.shape[self.seq_dim] for x in tensors}
-        shapes = [list(x.shape) for x in tensors]
-        error = None
-        if len(lengths) > 1:
-            error = ValueError(f"inputs differ in length on dim {self.seq_dim}: {shapes}")
-        if self.seq_len is not None:
-            rows = len(shard(self.seq_len, mesh.size(), mesh.get_local_rank()))
-            if error is None and lengths != {rows}:
-                error = ValueError(f"seq_len={self.seq_len} gives this rank {rows} tokens, got inputs of {shapes}")
-            if error is not None:
-                raise error
-            return self.seq_len
-        if torch.compiler.is_compiling():
-            return lengths.pop() * mesh.size()
-        return agree(mesh.get_group(), ("the length of a shard",), tuple(lengths), error)
+    def _hooks(self, module: nn.Module, mesh: DeviceMesh, name: str) -> Hooks:
+        parameters = Parameters.of(module)
+        inputs = self.inputs
+        if inputs is None and isinstance(module, RingAttention):
+            if self.seq_dim != 1:
+                raise ValueError(f"seq_dim={self.seq_dim}, but q, k and v are [B, S, H, D], or [T, H, D] packed")
+            inputs = dict.fromkeys(("q", "k", "v"), -3)
+        if inputs is not None:
+            dims = [(parameters.key(key), dim) for key, dim in inputs.items()]
+            inputs = dict(dims)
+            if len(inputs) < len(dims):
+                raise ValueError(f"inputs={self.inputs} names an input twice, by position and by name")
+        positions = None if self.positions is None else parameters.key(self.positions)
+        if inputs is not None and positions in inputs:
+            raise ValueError(f"input {positions!r} cannot both carry the sequence and be replaced by positions")
+        return Hooks(
+            name=name,
+            parameters=parameters,
+            inputs=inputs,
+            seq_dim=self.seq_dim,
+            positions=positions,
+            layout=self._common_layout(module),
+            seq_len=self.seq_len,
+            use_local_input=self.use_local_input,
+            mesh=mesh,
+            axis=self.axis,
+        )
+
+    def _common_layout(self, module: nn.Module) -> str:
+        """The layout that the plan states, or that the attention inside has."""
+        theirs = {core.layout for core in _attentions(module)}
+        if self.layout is not None and theirs <= {"contiguous", self.layout}:
+            for core in _attentions(module):
+                check_layout(self.layout, core.load_balance)
+            return self.layout
+        if self.layout is None and len(theirs) <= 1:
+            return next(iter(theirs), "contiguous")
+        raise ValueError(
+            f"layout={self.layout!r} contradicts the layouts of the RingAttention inside: {sorted(theirs)}"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallel(seq_dim={self.seq_dim}, seq_len={self.seq_len}, inputs={self.inputs}, "
+            f"positions={self.positions!r}, layout={self.layout!r}, axis={self.axis!r}, "
+            f"use_local_input={self.use_local_input})"
+        )
 
 
-def _is_sequence(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.is_floating_point()
-
-
-def _map_structure(function: Callable[[Any], Any], x: Any) -> Any:
-    """Apply ``function`` to the leaves of tuples, named tuples, lists and dicts."""
-    if isinstance(x, dict):
-        return type(x)((name, _map_structure(function, value)) for name, value in x.items())
-    if isinstance(x, (tuple, list)):
-        values = [_map_structure(function, value) for value in x]
-        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
-    return function(x)
+def _attentions(module: nn.Module) -> list[RingAttention]:
+    return [each for each in module.modules() if isinstance(each, RingAttention)]

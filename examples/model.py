@@ -47,34 +47,48 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: Window) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
-        self.sizes = [config.heads * self.head_dim, config.kv_heads * self.head_dim, config.kv_heads * self.head_dim]
-        self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=False)
+        self.q = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.core = RingAttention(window, kernel=config.kernel)
-        self.out = nn.Linear(self.sizes[0], config.dim, bias=False)
+        self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
         """Mix each token with those in its window."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BSC).split(self.sizes, dim=-1))
+        # As many heads as the projections give: a tensor-parallel rank has only its own.
+        q, k, v = (project(x_BSC).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         mixed_BSHD = self.core(rotate(q, angles_SD), rotate(k, angles_SD), v)
         return self.out(mixed_BSHD.flatten(2))
 
 
+class FeedForward(nn.Module):
+    """A gated feed-forward network: each token by itself."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, 3 * dim, bias=False)
+        self.up = nn.Linear(dim, 3 * dim, bias=False)
+        self.down = nn.Linear(3 * dim, dim, bias=False)
+
+    def forward(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        """Each token's features to new ones."""
+        return self.down(F.silu(self.gate(x_BSC)) * self.up(x_BSC))
+
+
 class Layer(nn.Module):
-    """Attention, then a gated feed-forward network, each with its norm and residual."""
+    """Attention, then a feed-forward network, each with its norm and residual."""
 
     def __init__(self, config: ModelConfig, window: Window) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = Attention(config, window)
-        self.ffn_norm = nn.RMSNorm(config.dim)
-        self.gate_up = nn.Linear(config.dim, 6 * config.dim, bias=False)
-        self.down = nn.Linear(3 * config.dim, config.dim, bias=False)
+        self.feed_forward_norm = nn.RMSNorm(config.dim)
+        self.feed_forward = FeedForward(config.dim)
 
     def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
         """One block of the decoder."""
         x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), angles_SD)
-        gate, up = self.gate_up(self.ffn_norm(x_BSC)).chunk(2, dim=-1)
-        return x_BSC + self.down(F.silu(gate) * up)
+        return x_BSC + self.feed_forward(self.feed_forward_norm(x_BSC))
 
 
 class Decoder(nn.Module):

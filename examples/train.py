@@ -1,6 +1,8 @@
-"""Train a byte-level language model with FSDP2 and context parallelism on a dp x cp mesh.
+"""Train a byte-level language model with FSDP2, context and tensor parallelism on a dp x cp x tp mesh.
 
     torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2
+    torchrun --standalone --nproc-per-node 8 examples/train.py --dp 2 --cp 2 --tp 2 --save checkpoint
+    torchrun --standalone --nproc-per-node 4 examples/train.py --cp 4 --resume checkpoint
 
 With a GPU for each process it uses NCCL and the GPU kernels, without any it uses gloo; the flags are
 the same. Text, batches and first weights do not depend on the mesh, so neither does the loss.
@@ -13,32 +15,35 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import batch_of, entropy, read_text
-from model import Decoder, ModelConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from tqdm import tqdm
 
-from dtensor_ring_swa import ContextParallel, next_token_labels, positions, shard_sequence, token_mean
+from dtensor_ring_swa import next_token_labels, positions, shard_sequence, token_mean
 from dtensor_ring_swa.kernels import KERNELS
 
+from checkpoint import resume, save
+from data import batch_of, entropy, read_text
+from model import Decoder, ModelConfig
+from parallelism import parallelize
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+VOCABULARY = 256
 
 
-def arguments() -> argparse.Namespace:
-    """Read and check the command line."""
+def arguments(line: Sequence[str] | None = None, world: int | None = None) -> argparse.Namespace:
+    """Read and check the command line, for this many processes; by default those of this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks: they share each sequence")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks: they share heads and features")
+    parser.add_argument("--steps", type=int, default=60, help="steps of this run, also when it resumes")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a whole sequence")
     parser.add_argument("--window", type=int, default=128, help="tokens visible, the query's own included")
@@ -56,23 +61,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", help="a file or folder to train on instead of Python's standard library")
     parser.add_argument("--metrics", help="write a JSON line a step here")
-    args = parser.parse_args()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = ("dp", "cp", "steps", "batch", "window", "layers", "dim", "heads", "kv_heads")
+    parser.add_argument("--save", help="write a checkpoint into this folder at the end")
+    parser.add_argument("--resume", help="go on from the checkpoint in this folder, whatever mesh wrote it")
+    args = parser.parse_args(line)
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
+    ranks = args.dp * args.cp * args.tp
+    sizes = ("dp", "cp", "tp", "steps", "batch", "window", "layers", "dim", "heads", "kv_heads")
     for size in sizes:
         if getattr(args, size) < 1:
             parser.error(f"--{size.replace('_', '-')} must be at least 1, got {getattr(args, size)}")
     for wrong, what in (
-        (
-            args.dp * args.cp != world,
-            f"--dp {args.dp} x --cp {args.cp} needs {args.dp * args.cp} processes, not {world}",
-        ),
+        (ranks != world, f"--dp {args.dp} x --cp {args.cp} x --tp {args.tp} needs {ranks} processes, not {world}"),
         (args.batch % args.dp, f"--batch {args.batch} does not divide by --dp {args.dp}"),
         (args.global_every < 0, f"--global-every must be 0 or more, got {args.global_every}"),
         (args.dim % (2 * args.heads), f"--dim {args.dim} does not divide into --heads {args.heads} of an even size"),
         (args.heads % args.kv_heads, f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}"),
+        (args.kv_heads % args.tp, f"--kv-heads {args.kv_heads} does not divide by --tp {args.tp}"),
+        (VOCABULARY % args.tp, f"the {VOCABULARY} bytes do not divide by --tp {args.tp}"),
+        (
+            args.tp > 1 and args.seq_len % (args.cp * args.tp),
+            f"--seq-len {args.seq_len} does not divide by --cp {args.cp} x --tp {args.tp}",
+        ),
         (args.seq_len < 2, f"--seq-len must be at least 2, a token and the next, got {args.seq_len}"),
         (args.text and not Path(args.text).exists(), f"--text {args.text} does not exist"),
+        (args.resume and not Path(args.resume).is_dir(), f"--resume {args.resume} is no folder"),
     ):
         if wrong:
             parser.error(what)
@@ -93,36 +105,27 @@ def start() -> tuple[torch.device, int]:
     return device, dist.get_rank()
 
 
-def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh, everyone: DeviceMesh) -> Decoder:
-    """The same model on every mesh: context-parallel attention, parameters sharded over all ranks."""
+def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> Decoder:
+    """The same model on every mesh of the axes dp_shard, cp and tp."""
     torch.manual_seed(args.seed)
     config = ModelConfig(
-        256, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel
+        VOCABULARY, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel
     )
     dtype = DTYPES[args.dtype]
     # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
     model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-    parallelize_module(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(seq_len=args.seq_len)})
-    policy = MixedPrecisionPolicy()
-    if dtype == torch.bfloat16:
-        # Inputs are not cast: a layer's rotary angles reach the sequence length, where bfloat16 counts in fours.
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    for layer in model.layers:
-        fully_shard(layer, mesh=everyone, mp_policy=policy)
-    fully_shard(model, mesh=everyone, mp_policy=policy)
-    return model
+    return parallelize(model, mesh, dtype, args.seq_len)
 
 
 def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> Iterator[dict[str, float]]:
     """Train, and yield the metrics of each step."""
-    mesh = init_device_mesh(device.type, (args.dp, args.cp), mesh_dim_names=("dp", "cp"))
-    # FSDP shards over all ranks: those of one sequence hold different tokens, like those of one batch.
-    everyone = init_device_mesh(device.type, (args.dp * args.cp,), mesh_dim_names=("dp_cp",))
-    model = build(args, device, mesh, everyone)
+    mesh = init_device_mesh(device.type, (args.dp, args.cp, args.tp), mesh_dim_names=("dp_shard", "cp", "tp"))
+    model = build(args, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    first = resume(args.resume, model, optimizer) if args.resume else 0
     position = positions(mesh["cp"], args.seq_len, device=device)
-    mine = slice(*(args.batch // args.dp * (mesh.get_local_rank("dp") + end) for end in (0, 1)))
-    for step in range(args.steps):
+    mine = slice(*(args.batch // args.dp * (mesh.get_local_rank("dp_shard") + end) for end in (0, 1)))
+    for step in range(first, first + args.steps):
         began = time.perf_counter()
         whole = batch_of(text, args.batch, args.seq_len, args.seed, step)[mine].to(device)
         # Shift before sharding: a shard does not hold the label of its last token.
@@ -130,7 +133,7 @@ def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) ->
         logits = model(tokens, position).flatten(0, 1)
         exact = torch.promote_types(logits.dtype, torch.float32)
         summed = F.cross_entropy(logits.to(exact), labels.flatten(), reduction="sum")
-        loss = token_mean(summed, (labels >= 0).sum(), everyone)
+        loss = token_mean(summed, (labels >= 0).sum(), mesh["dp_shard", "cp"])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -139,6 +142,8 @@ def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) ->
         metrics = {"loss": loss.item(), "grad_norm": norm.item()}
         seconds = time.perf_counter() - began
         yield {"step": step, **metrics, "tokens_per_s": args.batch * args.seq_len / seconds}
+    if args.save:
+        save(args.save, model, optimizer, first + args.steps)
 
 
 def main() -> None:
@@ -155,7 +160,8 @@ def main() -> None:
     device, rank = start()
     out = open(args.metrics, "w") if args.metrics and rank == 0 else None  # noqa: SIM115
     loss = float("nan")
-    with tqdm(total=args.steps, unit="step", disable=rank != 0, desc=f"dp {args.dp} x cp {args.cp}") as bar:
+    mesh = f"dp {args.dp} x cp {args.cp}" + (f" x tp {args.tp}" if args.tp > 1 else "")
+    with tqdm(total=args.steps, unit="step", disable=rank != 0, desc=mesh) as bar:
         for metrics in train(args, text, device):
             loss = metrics["loss"]
             if out:  # a line at a time: a run that is stopped keeps its steps

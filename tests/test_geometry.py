@@ -28,7 +28,7 @@ ORDER = (
     "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.flash_groups",
     "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.triton_kernels", "kernels.triton", "kernels",
     "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding", "heads", "dtensor", "documents", "checks",
-    "attention", "sequence", "parallel", "",
+    "attention", "sequence", "module", "inputs", "joint", "lengths", "hooks", "parallel", "plans", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat")

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dtensor_ring_swa import ring_attention, shard_sequence
 from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.testing import RankPool
 
-from cases import Case, errors
+from cases import Case, errors, mesh_of
 
 RANKS = min(torch.cuda.device_count(), 8)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs CUDA")]
@@ -83,6 +84,22 @@ def test_layouts(pool: RankPool, layout: str, window: tuple[int, int]) -> None:
             dtype=torch.bfloat16, kernel="flash", device="cuda", layout=layout,
         ),
     )  # fmt: skip
+
+
+def gradients_again(window: tuple[int, int]) -> bool:
+    mesh = mesh_of((RANKS,), ("cp",), "cuda")
+    case = Case(seq_len=2048, q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout = (x.detach().requires_grad_() for x in shard_sequence(mesh, *case.inputs()))
+    runs = []
+    for _ in range(4):
+        out = ring_attention(q, k, v, window=window, mesh=mesh, deterministic=True)
+        runs.append(torch.autograd.grad(out, (q, k, v), dout))
+    return all(torch.equal(x, y) for run in runs[1:] for x, y in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("window", [(255, 0), (-1, 0), (100, 30)])
+def test_deterministic_gradients_are_bitwise_the_same(pool: RankPool, window: tuple[int, int]) -> None:
+    assert all(pool.run(gradients_again, window))
 
 
 DOCUMENTS = (0, 137, 137, 500, 501, 1300, 1389, 2048)

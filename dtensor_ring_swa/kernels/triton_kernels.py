@@ -77,8 +77,9 @@ def _interval(bounds, layer, rows, total, G: tl.constexpr, STEP: tl.constexpr, A
     exist = rows < total
     lo = tl.load(bounds + 2 * layer * total + rows, mask=exist, other=0) * G
     hi = tl.load(bounds + (2 * layer + 1) * total + rows, mask=exist, other=0) * G
-    start = tl.min(tl.where(lo < hi, lo, _FAR), 0) // ALIGN * ALIGN
     stop = tl.max(hi, 0)
+    # If no row sees anything, an empty walk from 0: a pipelined loop adds steps to its start before it looks.
+    start = tl.minimum(tl.min(tl.where(lo < hi, lo, _FAR), 0), stop) // ALIGN * ALIGN
     all_from = tl.max(lo, 0)
     all_to = tl.min(tl.where(exist, hi, _FAR), 0)
     inner = start + tl.cdiv(all_from - start, STEP) * STEP

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What most ranks will import.
+_PRELOADED = ("dtensor_ring_swa", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+
 
 class RankFailure(AssertionError):
     """A case raised, died or hung on some rank; the message is the first rank's traceback."""
@@ -72,7 +75,9 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Importing torch takes a process some seconds, so one process does it and each rank is forked from that.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOADED))
         store = str(Path(tempfile.mkdtemp()) / "store")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
