@@ -1,6 +1,7 @@
 """Context-parallel sliding-window attention for DTensors."""
 
 from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.documents import Documents, documents_from_eos, documents_from_position_ids
 from dtensor_ring_swa.parallel import ContextParallel, RingAttention
 from dtensor_ring_swa.plan import Plan, make_plan
 from dtensor_ring_swa.sequence import (
@@ -14,9 +15,12 @@ from dtensor_ring_swa.window import Window
 
 __all__ = [
     "ContextParallel",
+    "Documents",
     "Plan",
     "RingAttention",
     "Window",
+    "documents_from_eos",
+    "documents_from_position_ids",
     "gather_sequence",
     "make_plan",
     "next_token_labels",

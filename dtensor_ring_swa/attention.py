@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -12,35 +13,39 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.checks import (
     FACTS,
+    check_documents,
     check_even_shards,
     check_layout,
     check_length,
     check_options,
+    check_sink_tokens,
     check_tensors,
     facts_of,
-    refuse_unfinished,
 )
-from dtensor_ring_swa.dtensor import check_dtensors
+from dtensor_ring_swa.documents import Documents
+from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.ops import attention
+from dtensor_ring_swa.sharding import check_dtensors
 from dtensor_ring_swa.window import Window
 
 WindowLike = Window | tuple[int | None, int | None]
+CuSeqlens = torch.Tensor | Documents | Sequence[Sequence[int]] | Sequence[torch.Tensor] | Sequence[int]
 
 
 @overload
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: WindowLike = ..., scale: float | None = ...,
-    softcap: float = ..., sinks: None = ..., sink_tokens: int = ..., cu_seqlens: None = ..., layout: str = ...,
-    load_balance: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
+    softcap: float = ..., sinks: torch.Tensor | None = ..., sink_tokens: int = ..., cu_seqlens: CuSeqlens | None = ...,
+    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
     deterministic: bool = ..., seq_len: int | None = ..., return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: WindowLike = ..., scale: float | None = ...,
-    softcap: float = ..., sinks: None = ..., sink_tokens: int = ..., cu_seqlens: None = ..., layout: str = ...,
-    load_balance: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
+    softcap: float = ..., sinks: torch.Tensor | None = ..., sink_tokens: int = ..., cu_seqlens: CuSeqlens | None = ...,
+    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
     deterministic: bool = ..., seq_len: int | None = ..., return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def ring_attention(
@@ -51,11 +56,12 @@ def ring_attention(
     window: WindowLike = (-1, 0),
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: None = None,
+    sinks: torch.Tensor | None = None,
     sink_tokens: int = 0,
-    cu_seqlens: None = None,
+    cu_seqlens: CuSeqlens | None = None,
     layout: str = "contiguous",
     load_balance: str = "auto",
+    exchange: str = "auto",
     kernel: str = "auto",
     mesh: DeviceMesh | ProcessGroup | None = None,
     deterministic: bool = False,
@@ -75,16 +81,23 @@ def ring_attention(
     ``ceil(left / chunk) + ceil(right / chunk)`` ranks.
 
     Args:
-        q: Queries ``[B, S, Hq, D]``; float64, float32, bfloat16 or float16.
+        q: Queries ``[B, S, Hq, D]``, or ``[T, Hq, D]`` with ``cu_seqlens`` (k, v and the results
+            likewise); float64, float32, bfloat16 or float16.
         k: Keys ``[B, S, Hkv, D]`` with ``Hq % Hkv == 0``.
         v: Values ``[B, S, Hkv, Dv]``.
         window: ``(left, right)`` tokens visible on each side of the query, its own not counted; -1 or
             None is unlimited. ``Window`` converts the conventions of other libraries.
         scale: Factor on the scores; ``D ** -0.5`` by default.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 is off.
-        sinks: Learned sink logits; not supported yet.
-        sink_tokens: First tokens visible to every query; not supported yet.
-        cu_seqlens: Boundaries of packed documents; not supported yet.
+        sinks: Learned sink logits ``[Hq]``, differentiable: a term ``exp(sink)`` in each softmax's
+            denominator, not softcapped. With DTensors q, k and v it may be a DTensor, sharded with q's
+            heads and replicated otherwise; its gradient comes back summed over the ranks. A plain
+            tensor is this rank's own copy, and its gradient this rank's contribution.
+        sink_tokens: The first tokens of the sequence (of each document) that its later tokens see
+            besides their window (StreamingLLM). A limit on the right hides them too.
+        cu_seqlens: Boundaries of documents packed into the sequence: global, from 0 to S; int32 or
+            int64 ``[N + 1]``, or ``[B, N + 1]`` with a list for each batch row; or a ``Documents``
+            built once a step, which saves a copy to the host a call. Nothing is seen across them.
         layout: How positions lie on the ranks: ``"contiguous"`` (``torch.chunk``'s shards, of any
             length), ``"striped"`` (token i on rank ``i % ranks``) or ``"zigzag"`` (of ``2 * ranks``
             slices, rank r holds r and ``2 * ranks - 1 - r``). Shards in, shards out. The window
@@ -92,6 +105,9 @@ def ring_attention(
         load_balance: For contiguous shards. ``"auto"`` deals q, k and v to the zigzag layout and out
             back where the window is unlimited on one side, since the last rank has twice the mean
             work otherwise; ``"striped"`` and ``"zigzag"`` do so for any window; ``"none"`` never.
+        exchange: ``"halo"`` (hold all keys that the window reaches, merge nothing), ``"ring"`` (shards
+            pass by, two at a time) or ``"auto"``: the ring where a halo could hold more than two shards
+            for a window without limit, eight for a limited one. ``make_plan(...).describe()`` says.
         kernel: ``"auto"``, the fastest that can serve the call, or a name: ``"flash"``, ``"aten"``,
             ``"reference"``.
         mesh: For plain shards: a 1-D DeviceMesh or a ProcessGroup. DTensors carry their own.
@@ -105,44 +121,76 @@ def ring_attention(
     Returns:
         out ``[B, S, Hq, Dv]`` in q's dtype, with q's placements. With ``return_lse`` also lse
         ``[B, Hq, S]``, natural log, float32 (float64 for float64 inputs), sharded like q on the dims
-        it has, not differentiable. A row that sees no key has out 0 and lse ``-inf``.
+        it has, not differentiable; ``[Hq, T]`` for packed inputs. Learned sinks are part of it. A row
+        that sees no key has out 0 and lse ``-inf``, or the sink.
 
     Raises:
         ValueError: If the arguments do not fit together, before anything is sent, on every rank.
         NotImplementedError: If the kernel cannot do it; the message says why and which can.
     """
+    if cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v)):
+        out, lse = ring_attention(
+            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), window=window, scale=scale, softcap=softcap, sinks=sinks,
+            sink_tokens=sink_tokens, cu_seqlens=cu_seqlens, layout=layout, load_balance=load_balance,
+            exchange=exchange, kernel=kernel, mesh=mesh, deterministic=deterministic, seq_len=seq_len, return_lse=True,
+        )  # fmt: skip
+        return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     error: Exception | None = None
     facts: tuple[int, ...] = ()
+    documents: Documents | None = None
+    compiling = torch.compiler.is_compiling()
     try:
         window = Window.of(window)
         check_name(kernel)
-        check_layout(layout, load_balance)
-        refuse_unfinished(sinks, sink_tokens, cu_seqlens)
+        check_layout(layout, load_balance, exchange)
+        check_sink_tokens(sink_tokens)
         check_tensors(q, k, v)
         check_options(softcap, scale)
+        how = None
         if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
             # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
-            if mesh is not None or not torch.compiler.is_compiling():
-                check_dtensors(q, k, v, mesh)
+            if mesh is not None or not compiling:
+                how = check_dtensors(q, k, v, mesh)
             else:
                 check_even_shards(q)
+        if sinks is not None and not compiling:
+            check_sinks(sinks, q, how)
+        if cu_seqlens is not None and not compiling:
+            documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
+            whole = group is None or dist.get_world_size(group) == 1
+            check_documents(documents, q.shape[0], q.shape[1] if whole else seq_len)
         if group is None:
             seq_len = check_length(q, seq_len)
-        elif not torch.compiler.is_compiling():
-            facts = facts_of(q, k, v, window, kernel, scale, softcap, deterministic, layout, load_balance)
+        elif not compiling:
+            facts = facts_of(
+                q, k, v, sinks, documents, window, sink_tokens, kernel, scale, softcap, deterministic, layout,
+                load_balance, exchange,
+            )  # fmt: skip
     except (ValueError, NotImplementedError) as problem:
         error = problem
     if group is not None and seq_len is None and dist.get_world_size(group) > 1:
         # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
-        compiling = torch.compiler.is_compiling()
         seq_len = q.shape[1] * dist.get_world_size(group) if compiling else agree(group, FACTS, facts, error)
     if error is not None:
         raise error
+    if documents is not None:
+        check_documents(documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _ = attention(
-        q, k, v, *window, scale, softcap, kernel, deterministic, layout, load_balance,
-        q.shape[1] if seq_len is None else seq_len, "" if group is None else group.group_name,
+        q, k, v, sinks, _boundaries(cu_seqlens, documents), *window, sink_tokens, scale, softcap, kernel,
+        deterministic, layout, load_balance, exchange, q.shape[1] if seq_len is None else seq_len,
+        "" if group is None else group.group_name,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _boundaries(cu_seqlens: CuSeqlens | None, documents: Documents | None) -> torch.Tensor | None:
+    """Boundaries for the op: on the host. While torch.compile traces, they are checked by the op."""
+    if documents is not None:
+        return documents.cu_seqlens
+    if isinstance(cu_seqlens, Documents):
+        return cu_seqlens.cu_seqlens
+    return cu_seqlens.cpu().long() if isinstance(cu_seqlens, torch.Tensor) else None

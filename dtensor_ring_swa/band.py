@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtensor_ring_swa.layout import Run
-from dtensor_ring_swa.window import UNLIMITED, Window
 
 
 @dataclass(frozen=True)
@@ -19,16 +18,16 @@ class Band:
     upper: int
 
     @classmethod
-    def between(cls, queries: Run, keys: Run, window: Window) -> Band:
-        """The band between two runs of one step.
+    def between(cls, queries: Run, keys: Run, left: int | None, right: int | None) -> Band:
+        """The band between two runs of one step: keys up to ``left`` tokens before and ``right`` after.
 
-        Query row i is at ``a + s * i`` and key row j at ``b + s * j``, so that the key is within
-        ``left`` tokens before and ``right`` after iff
-        ``ceil((a - b - left) / s) <= j - i <= floor((a - b + right) / s)``.
+        Query row i is at ``a + s * i`` and key row j at ``b + s * j``, so that the key is visible iff
+        ``ceil((a - b - left) / s) <= j - i <= floor((a - b + right) / s)``. None is unlimited; a negative
+        right side shows only keys before the query.
         """
         step, offset = queries.step, queries.start - keys.start
-        lower = -len(queries) if window.left == UNLIMITED else -((window.left - offset) // step)
-        upper = len(keys) if window.right == UNLIMITED else (offset + window.right) // step
+        lower = -len(queries) if left is None else -((left - offset) // step)
+        upper = len(keys) if right is None else (offset + right) // step
         return cls(lower, upper).clip(len(queries), len(keys))
 
     def clip(self, q_len: int, k_len: int) -> Band:

@@ -8,6 +8,8 @@ from zlib import crc32
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring_swa.choice import EXCHANGES
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.layout import LAYOUTS
 from dtensor_ring_swa.window import Window
 
@@ -15,19 +17,29 @@ from dtensor_ring_swa.window import Window
 FACTS = (
     "the length of q", "the batch size", "the number of query heads", "the number of key/value heads",
     "the head dim of q and k", "the head dim of v", "the dtype", "the window's left", "the window's right",
-    "whether a gradient is needed", "kernel, scale, softcap, deterministic, layout or load_balance",
+    "whether a gradient is needed", "sink_tokens", "whether there are sinks", "cu_seqlens",
+    "kernel, scale, softcap, deterministic, layout, load_balance or exchange",
 )  # fmt: skip
 
 
 def facts_of(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, *options: object
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    documents: Documents | None,
+    window: Window,
+    sink_tokens: int,
+    *options: object,
 ) -> tuple[int, ...]:
     """This rank's values for ``FACTS``."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BSHD, k_BSGD, v_BSGE))
+    tensors = (q_BSHD, k_BSGD, v_BSGE, *(() if sinks_H is None else (sinks_H,)))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     batch, rows, heads, head_dim = q_BSHD.shape
     return (
         rows, batch, heads, k_BSGD.shape[2], head_dim, v_BSGE.shape[3], crc32(str(q_BSHD.dtype).encode()),
-        *window, int(needs_grad), crc32(repr(options).encode()),
+        *window, int(needs_grad), sink_tokens, int(sinks_H is not None),
+        0 if documents is None else documents.fingerprint, crc32(repr(options).encode()),
     )  # fmt: skip
 
 
@@ -47,7 +59,8 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
     for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(
-                f"{name} must be [batch, sequence, heads, head_dim], got {x.ndim} dims of sizes {list(x.shape)}"
+                f"{name} must be [batch, sequence, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens, "
+                f"got {x.ndim} dims of sizes {list(x.shape)}"
             )
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
@@ -105,8 +118,8 @@ def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
     return q_BSHD.shape[1]
 
 
-def check_layout(layout: str, load_balance: str = "auto") -> None:
-    """Raise ValueError unless both are among the names that there are."""
+def check_layout(layout: str, load_balance: str = "auto", exchange: str = "auto") -> None:
+    """Raise ValueError unless all are among the names that there are and fit together."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if load_balance not in ("auto", "none", "striped", "zigzag"):
@@ -115,18 +128,30 @@ def check_layout(layout: str, load_balance: str = "auto") -> None:
         raise ValueError(
             f"load_balance={load_balance!r} re-deals contiguous shards, got layout={layout!r}; leave it at 'auto'"
         )
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if exchange == "halo" and (layout != "contiguous" or load_balance in ("striped", "zigzag")):
+        raise ValueError(
+            f"exchange='halo' needs contiguous shards, got layout={layout!r} and load_balance={load_balance!r}; "
+            "leave exchange at 'auto'"
+        )
 
 
-def refuse_unfinished(sinks: object, sink_tokens: int, cu_seqlens: object) -> None:
-    """Raise for the parts of the contract that are not built yet.
-
-    Raises:
-        ValueError: For negative ``sink_tokens``.
-        NotImplementedError: For known options that are not built yet.
-    """
-    if not isinstance(sink_tokens, int) or sink_tokens < 0:
+def check_sink_tokens(sink_tokens: int) -> None:
+    """Raise ValueError unless it is a number of tokens."""
+    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
-    given = {"sinks": sinks is not None, "sink_tokens": sink_tokens != 0, "cu_seqlens": cu_seqlens is not None}
-    for name, wanted in given.items():
-        if wanted:
-            raise NotImplementedError(f"{name} is not supported yet; leave it out")
+
+
+def check_documents(documents: Documents, batch: int, seq_len: int | None) -> None:
+    """Raise ValueError unless there is a boundary list for all or for each of ``batch`` rows, of this length."""
+    if documents.cu_seqlens.ndim == 2 and len(documents.cu_seqlens) != batch:
+        raise ValueError(
+            f"cu_seqlens must be [N + 1], or [B, N + 1] with a boundary list a batch row, got "
+            f"{list(documents.cu_seqlens.shape)} for {batch} rows"
+        )
+    if seq_len is not None and documents.seq_len != seq_len:
+        raise ValueError(
+            f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got {documents.seq_len}; make "
+            "padding a document of its own"
+        )

@@ -68,10 +68,8 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
     receives = {p: tensors[0].new_empty(_numel(new, moves.takes[p])) for p in peers if moves.takes[p]}
     exchange = Exchange(
         group,
-        [Transfer(peer, 0, message.numel()) for peer, message in sends.items()],
-        list(sends.values()),
-        [Transfer(peer, 0, message.numel()) for peer, message in receives.items()],
-        list(receives.values()),
+        [(Transfer(peer, 0, message.numel()), message) for peer, message in sends.items()],
+        [(Transfer(peer, 0, message.numel()), message) for peer, message in receives.items()],
     )
     for here, there in zip(moves.gives[moves.rank], moves.takes[moves.rank], strict=True):
         for old_x, new_x in zip(tensors, new, strict=True):

@@ -7,7 +7,7 @@ receive swapped, added where forward copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -66,21 +66,19 @@ class Exchange:
     def __init__(
         self,
         group: ProcessGroup | None,
-        outgoing: Sequence[Transfer],
-        sends: Sequence[torch.Tensor],
-        incoming: Sequence[Transfer],
-        receives: Sequence[torch.Tensor],
+        sends: Iterable[tuple[Transfer, torch.Tensor]],
+        receives: Iterable[tuple[Transfer, torch.Tensor]],
     ) -> None:
         self._group = group
-        self._sends = list(zip(outgoing, sends, strict=True))
-        self._receives = list(zip(incoming, receives, strict=True))
+        self._sends, self._receives = list(sends), list(receives)
+        messages = [message for _, message in (*self._sends, *self._receives)]
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
-        self._posted = group is None or not any(m.numel() for m in (*sends, *receives))
+        self._posted = group is None or not any(m.numel() for m in messages)
         self._ready: torch.cuda.Event | None = None
         if self._posted:
             return
-        if (*sends, *receives)[0].is_cuda:
+        if messages[0].is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()
         else:
@@ -127,7 +125,7 @@ def fetch_halo(
     """
     sends = [pack(k_BSGD[:, t.start : t.stop], v_BSGE[:, t.start : t.stop]) for t in plan.sends]
     receives = Rows.of(k_BSGD, v_BSGE).messages(halo, plan.receives)
-    return Exchange(group, plan.sends, sends, plan.receives, receives)
+    return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, receives, strict=True))
 
 
 def return_halo(
@@ -148,4 +146,4 @@ def return_halo(
         The exchange; its messages are gradients of the shard's rows, in the order of ``plan.sends``.
     """
     homecoming = [new_message(len(t)) for t in plan.sends]
-    return Exchange(group, plan.receives, grads, plan.sends, homecoming)
+    return Exchange(group, zip(plan.receives, grads, strict=True), zip(plan.sends, homecoming, strict=True))

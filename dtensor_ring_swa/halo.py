@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.exchange import fetch_halo, return_halo
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
-from dtensor_ring_swa.plan import Block, Plan
+from dtensor_ring_swa.plan import Plan
 
 
 def halo_forward(
@@ -22,20 +23,21 @@ def halo_forward(
     halo: torch.Tensor,
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
+    sinks_H: torch.Tensor | None,
 ) -> None:
     """Write out and lse, and into ``halo`` the neighbours' rows that backward will need again."""
     keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
 
-    def compute(blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            rows = slice(block.q_start, block.q_stop)
-            k, v = keys.of(block)
-            kernel.forward(request, q_BSHD[:, rows], k, v, block.band, out_BSHE[:, rows], lse_BHS[:, :, rows])
+    def compute(calls: tuple[Call, ...]) -> None:
+        for call in calls:
+            rows = slice(call.q_start, call.q_stop)
+            k, v = keys.of(call)
+            kernel.forward(request, q_BSHD[:, rows], k, v, call, out_BSHE[:, rows], lse_BHS[:, :, rows], sinks_H)
 
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
-    compute(plan.interior)
+    compute(plan.interior_calls)
     exchange.wait()
-    compute(plan.boundary)
+    compute(plan.boundary_calls)
 
 
 def halo_backward(
@@ -59,18 +61,18 @@ def halo_backward(
     keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
     grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
 
-    def compute(blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            rows = slice(block.q_start, block.q_stop)
-            dk, dv = buffers = grads.buffers(block)
+    def compute(calls: tuple[Call, ...]) -> None:
+        for call in calls:
+            rows = slice(call.q_start, call.q_stop)
+            dk, dv = buffers = grads.buffers(call)
             kernel.backward(
-                request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(block), out_BSHE[:, rows],
-                lse_BHS[:, :, rows], block.band, dq[:, rows], dk, dv,
+                request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(call), out_BSHE[:, rows],
+                lse_BHS[:, :, rows], call, dq[:, rows], dk, dv,
             )  # fmt: skip
-            grads.add(block, buffers)
+            grads.add(call, buffers)
 
-    compute(plan.boundary)
+    compute(plan.boundary_calls)
     exchange = return_halo(plan, group, grads.messages(), grads.new_message)
-    compute(plan.interior)
+    compute(plan.interior_calls)
     dk, dv = grads.total(plan.sends, exchange.wait())
     return dq, dk, dv

@@ -1,7 +1,7 @@
 """The keys that a block sees, and the transpose: where its share of their gradients goes.
 
-Key rows count in the plan's order: left halo, shard, right halo. A block's keys are one run of them,
-gathered from the shard and from the messages that hold the halo; its dk and dv are split at the same
+Key rows count in the plan's order: sinks, left halo, shard, right halo. A call's keys are one run of them,
+gathered from the shard and from the messages that hold the rest; its dk and dv are split at the same
 edges and go back to where the keys came from.
 """
 
@@ -11,12 +11,13 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.exchange import Rows, pack
-from dtensor_ring_swa.plan import Block, Plan, Transfer
+from dtensor_ring_swa.plan import Plan, Transfer
 
 
 class KeyRows:
-    """K and V of a shard with its halo, in pieces: one a neighbour, and the shard itself.
+    """K and V of a shard with what came from other ranks, in pieces: one a neighbour, and the shard itself.
 
     Attributes:
         local: K and V of the shard.
@@ -27,7 +28,7 @@ class KeyRows:
     def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
         self.local = (k_BSGD, v_BSGE)
         self.shape = Rows.of(k_BSGD, v_BSGE)
-        self.shard = sum(t.stop <= plan.left for t in plan.receives)
+        self.shard = sum(t.stop <= plan.sinks + plan.left for t in plan.receives)
         lengths = [len(t) for t in plan.receives]
         lengths.insert(self.shard, plan.rows)
         self._edges = [0, *accumulate(lengths)]
@@ -42,28 +43,28 @@ class KeyRows:
         """First and last key row of the shard."""
         return self._edges[self.shard], self._edges[self.shard + 1]
 
-    def of(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V for one block: a view if they lie in one piece."""
+    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V for one call: a view if they lie in one piece."""
         parts = [
             [x[:, rows.start - self._edges[piece] : rows.stop - self._edges[piece]] for x in self._pieces[piece]]
-            for piece, rows in self.overlaps(block)
+            for piece, rows in self.overlaps(call)
         ]
         ks, vs = zip(*parts, strict=True)
         return (ks[0], vs[0]) if len(parts) == 1 else (torch.cat(ks, dim=1), torch.cat(vs, dim=1))
 
-    def overlaps(self, block: Block) -> list[tuple[int, range]]:
-        """The pieces that a block's keys lie in, and which key rows are in each."""
+    def overlaps(self, call: Call) -> list[tuple[int, range]]:
+        """The pieces that a call's keys lie in, and which key rows are in each."""
         spans = (
-            (piece, range(max(first, block.k_start), min(last, block.k_stop)))
+            (piece, range(max(first, call.k_start), min(last, call.k_stop)))
             for piece, (first, last) in enumerate(pairwise(self._edges))
         )
         return [(piece, rows) for piece, rows in spans if rows]
 
 
 class KeyGradients:
-    """Collects the blocks' shares of dk and dv; the transpose of ``KeyRows``.
+    """Collects the calls' shares of dk and dv; the transpose of ``KeyRows``.
 
-    A block whose keys are just the shard writes into the final tensors, so that without neighbours
+    A call whose keys are just the shard writes into the final tensors, so that without neighbours
     nothing is copied.
     """
 
@@ -74,18 +75,18 @@ class KeyGradients:
         self._shares: list[tuple[int, tuple[torch.Tensor, ...]]] = []
         self._messages: dict[int, torch.Tensor] = {}
 
-    def buffers(self, block: Block) -> tuple[torch.Tensor, ...]:
-        """The tensors that a kernel has to fill with one block's dk and dv."""
-        rows = block.k_stop - block.k_start
+    def buffers(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """The tensors that a kernel has to fill with one call's dk and dv."""
+        rows = call.k_stop - call.k_start
         in_place = self._partial_dtype == self._totals[0].dtype
-        if in_place and self._keys.overlaps(block) == [(self._keys.shard, range(*self._keys.shard_rows))]:
+        if in_place and self._keys.overlaps(call) == [(self._keys.shard, range(*self._keys.shard_rows))]:
             return self._totals
         return tuple(x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals)
 
-    def add(self, block: Block, grads: tuple[torch.Tensor, ...]) -> None:
-        """Take the filled buffers of a block, and split them where its keys came from."""
-        for piece, rows in self._keys.overlaps(block):
-            part = tuple(x[:, rows.start - block.k_start : rows.stop - block.k_start] for x in grads)
+    def add(self, call: Call, grads: tuple[torch.Tensor, ...]) -> None:
+        """Take the filled buffers of a call, and split them where its keys came from."""
+        for piece, rows in self._keys.overlaps(call):
+            part = tuple(x[:, rows.start - call.k_start : rows.stop - call.k_start] for x in grads)
             if piece == self._keys.shard:
                 self._shares.append((rows.start - self._keys.shard_rows[0], part))
             else:

@@ -22,6 +22,11 @@ class Run:
         """The global position of each row."""
         return range(self.start, self.stop, self.step)
 
+    def within(self, first: int, last: int) -> tuple[int, Run]:
+        """The rows at positions in ``[first, last)``: how many come before them, and their run."""
+        skipped = max(0, -(-(first - self.start) // self.step))
+        return skipped, Run(self.start + skipped * self.step, min(self.stop, last), self.step)
+
 
 def chunk_length(seq_len: int, ranks: int) -> int:
     """Tokens on the first rank: ``torch.chunk`` gives every rank this many until none are left."""

@@ -23,3 +23,43 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_BMHE: torch.Tensor, part_l
     old, new = ((x - base).exp().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse_BHM))
     out.mul_(old).add_(part_BMHE * new)
     lse.copy_(joint)
+
+
+def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks_H: torch.Tensor) -> None:
+    """Fold learned sinks into ``out`` and ``lse``, in place: a sink is the partial result (0, sink).
+
+    Args:
+        out: ``[B, M, H, Dv]``, of any float dtype.
+        lse: ``[B, H, M]``.
+        sinks_H: A logit a head.
+    """
+    joint = torch.logaddexp(lse, sinks_H.to(lse.dtype)[:, None])
+    share = (lse - joint.masked_fill(joint == float("-inf"), 0.0)).exp()
+    out.mul_(share.transpose(1, 2).unsqueeze(-1))
+    lse.copy_(joint)
+
+
+def sinks_gradient(
+    sinks_H: torch.Tensor, dout_BMHE: torch.Tensor, out_BMHE: torch.Tensor, lse_BHM: torch.Tensor, rows: int = 4096
+) -> torch.Tensor:
+    """The gradient of learned sinks from the joint out and lse, in float32 or wider: ``[H]``.
+
+    A sink's share of a row's softmax is ``p = exp(sink - lse)`` and its value is zero, so that its
+    gradient is ``-sum p * rowsum(dout * out)`` (the row term of Dao 2023, arXiv:2307.08691, section 3.1.2).
+
+    Args:
+        sinks_H: A logit a head.
+        dout_BMHE: Gradient of out.
+        out_BMHE: The joint result.
+        lse_BHM: The joint lse.
+        rows: Rows to take at a time, which bounds the memory.
+    """
+    total = lse_BHM.new_zeros(sinks_H.shape)
+    sinks = sinks_H.to(lse_BHM.dtype)[:, None]
+    for first in range(0, out_BMHE.shape[1], rows):
+        span = slice(first, first + rows)
+        row_sums = (dout_BMHE[:, span].to(lse_BHM.dtype) * out_BMHE[:, span]).sum(-1).transpose(1, 2)
+        # Where the sink is -inf, so may the lse be, and the share is none.
+        share = (sinks - lse_BHM[:, :, span]).exp().masked_fill(sinks == float("-inf"), 0.0)
+        total -= (share * row_sums).sum((0, 2))
+    return total

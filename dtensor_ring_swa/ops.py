@@ -13,7 +13,9 @@ import torch
 
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.kernels import Request, choose
-from dtensor_ring_swa.schedule import Schedule
+from dtensor_ring_swa.merge import sinks_gradient
+from dtensor_ring_swa.schedule import Geometry, Schedule
+from dtensor_ring_swa.window import Window
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=())
@@ -21,14 +23,18 @@ def attention(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     left: int,
     right: int,
+    sink_tokens: int,
     scale: float,
     softcap: float,
     kernel: str,
     deterministic: bool,
     layout: str,
     load_balance: str,
+    exchange: str,
     seq_len: int,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,28 +44,35 @@ def attention(
         q_BSHD: This rank's queries ``[B, S_local, Hq, D]``.
         k_BSGD: This rank's keys ``[B, S_local, Hkv, D]``.
         v_BSGE: This rank's values ``[B, S_local, Hkv, Dv]``.
+        sinks_H: Learned sink logits ``[Hq]``, if any.
+        cu_seqlens: Boundaries of documents ``[N + 1]``, or ``[B, N + 1]`` for each batch row its own,
+            int64 on the CPU, if any.
         left: Earlier tokens visible; -1 is unlimited.
         right: Later tokens visible; -1 is unlimited.
+        sink_tokens: First tokens of each document that its later tokens see besides their window.
         scale: Factor on the scores.
         softcap: Bound on the scores, 0.0 for none.
         kernel: A kernel's name or ``"auto"``.
         deterministic: Whether gradients must be bitwise reproducible.
         layout: How positions lie on the ranks.
         load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
+        exchange: Halo or ring: see ``choose_exchange``.
         seq_len: Tokens of the whole sequence.
         group_name: Process group that shares the sequence; ``""`` if this rank holds all of it.
 
     Returns:
-        out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the halo's K and V rows, flat, kept
-        for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
+        out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the K and V rows of other ranks, flat,
+        kept for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
     """
-    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
-    schedule.check_rows(q_BSHD.shape[1])
+    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
+    geometry.check_rows(q_BSHD.shape[1])
     request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
     chosen = choose(kernel, request)
-    out, lse, halo = _empty_results(q_BSHD, k_BSGD, v_BSGE, schedule.halo_rows)
-    schedule.forward(chosen, request, q_BSHD, k_BSGD, v_BSGE, halo, out, lse)
-    return out, lse, halo
+    out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
+    for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
+        inputs = (x[rows] for x in (q_BSHD, k_BSGD, v_BSGE))
+        schedule.forward(chosen, request, *inputs, _rows_of(kept, rows, q_BSHD.shape[0]), out[rows], lse[rows], sinks_H)
+    return out, lse, kept
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=())
@@ -68,25 +81,40 @@ def attention_backward(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
-    halo: torch.Tensor,
+    kept: torch.Tensor,
     left: int,
     right: int,
+    sink_tokens: int,
     scale: float,
     softcap: float,
     kernel: str,
     deterministic: bool,
     layout: str,
     load_balance: str,
+    exchange: str,
     seq_len: int,
     group_name: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of ``attention``: dq, dk and dv, like q, k and v."""
-    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of ``attention``: dq, dk, dv and dsinks, like q, k, v and sinks.
+
+    The gradient of sinks is this shard's contribution; without sinks it is empty.
+    """
+    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
     request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
     chosen = choose(kernel, request)
-    return schedule.backward(chosen, request, dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS, halo)
+    tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
+    grads = [
+        schedule.backward(chosen, request, *(x[rows] for x in tensors), _rows_of(kept, rows, q_BSHD.shape[0]))
+        for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0])
+    ]
+    dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
+    if sinks_H is None:
+        return dq, dk, dv, dq.new_empty(0)
+    return dq, dk, dv, sinks_gradient(sinks_H, dout_BSHE, out_BSHE, lse_BHS).to(sinks_H.dtype)
 
 
 @attention.register_fake
@@ -94,45 +122,73 @@ def _(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     left: int,
     right: int,
+    sink_tokens: int,
     scale: float,
     softcap: float,
     kernel: str,
     deterministic: bool,
     layout: str,
     load_balance: str,
+    exchange: str,
     seq_len: int,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    schedule = Schedule.of(left, right, layout, load_balance, seq_len, group_name)
-    return _empty_results(q_BSHD, k_BSGD, v_BSGE, schedule.halo_rows)
+    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
+    return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
 
 
 @attention_backward.register_fake
 def _(
-    dout_BSHE: torch.Tensor, q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout_BSHE: torch.Tensor,
+    q_BSHD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHD, k_BSGD, v_BSGE))
-    return dq, dk, dv
+    return dq, dk, dv, dq.new_empty(0) if sinks_H is None else torch.empty_like(sinks_H)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, *ctx.attributes = inputs
-    out, lse, halo = output
-    ctx.mark_non_differentiable(lse, halo)
+    *tensors, ctx.attributes = *inputs[:5], inputs[5:]
+    out, lse, kept = output
+    ctx.mark_non_differentiable(lse, kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, halo)
+    ctx.save_for_backward(*tensors, out, lse, kept)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
     if dout is None:
-        return (None,) * (3 + len(ctx.attributes))
-    grads = attention_backward(dout, *ctx.saved_tensors, *ctx.attributes)
-    return (*grads, *(None for _ in ctx.attributes))
+        return (None,) * (5 + len(ctx.attributes))
+    q, k, v, sinks, cu_seqlens, out, lse, kept = ctx.saved_tensors
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, cu_seqlens, out, lse, kept, *ctx.attributes)
+    return (dq, dk, dv, None if sinks is None else dsinks, None, *(None for _ in ctx.attributes))
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sequences(
+    geometry: Geometry, cu_seqlens: torch.Tensor | None, batch: int
+) -> list[tuple[slice, Schedule]]:
+    """Schedules and the batch rows that follow each: all of them, or where rows have own documents, one."""
+    if cu_seqlens is None or cu_seqlens.ndim == 1:
+        return [(slice(0, batch), Schedule(geometry, None if cu_seqlens is None else tuple(cu_seqlens.tolist())))]
+    return [
+        (slice(row, row + 1), Schedule(geometry, tuple(boundaries)))
+        for row, boundaries in enumerate(cu_seqlens.tolist())
+    ]
+
+
+def _rows_of(kept: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
+    """The part of the flat buffer that belongs to these batch rows."""
+    width = kept.numel() // max(batch, 1)
+    return kept[rows.start * width : rows.stop * width]
 
 
 def _request(q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: float, deterministic: bool) -> Request:
@@ -140,10 +196,10 @@ def _request(q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: 
 
 
 def _empty_results(
-    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo_rows: int
+    q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, kept_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse and halo, unwritten; their shapes are the same on all ranks with as many rows."""
     batch, rows, heads, _ = q_BSHD.shape
     out = q_BSHD.new_empty(batch, rows, heads, v_BSGE.shape[3])
     lse = q_BSHD.new_empty(batch, heads, rows, dtype=torch.promote_types(q_BSHD.dtype, torch.float32))
-    return out, lse, k_BSGD.new_empty(Rows.of(k_BSGD, v_BSGE).numel(halo_rows))
+    return out, lse, k_BSGD.new_empty(Rows.of(k_BSGD, v_BSGE).numel(kept_rows))

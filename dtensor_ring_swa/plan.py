@@ -1,16 +1,19 @@
 """The geometry of one rank's attention, in integers: what to send, what to receive, what to compute.
 
-Nothing here knows tensors. A plan costs time proportional to the neighbours it talks to, not to the
-number of ranks, is hashable, and is cached: the layers of a model share it.
+Nothing here knows tensors. A plan costs time proportional to the neighbours it talks to and the
+documents it holds, not to the number of ranks, is hashable, and is cached: the layers of a model share it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.layout import chunk_length, shard
+from dtensor_ring_swa.block import Block, Call, blocks_between
+from dtensor_ring_swa.choice import choose_exchange
+from dtensor_ring_swa.layout import Run, chunk_length, shard
+from dtensor_ring_swa.packing import Boundaries, check_boundaries, document_at
 from dtensor_ring_swa.window import Window
 
 
@@ -27,28 +30,11 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One kernel call: query rows ``q_start:q_stop`` against the key rows ``k_start:k_stop``.
-
-    Query rows count from the shard's first. Key rows count from the first row of the left halo, in
-    the order left halo, shard, right halo: one run of consecutive positions.
-    """
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    band: Band
-
-    @property
-    def pairs(self) -> int:
-        """(query, key) pairs that the band shows."""
-        return self.band.pairs(self.q_stop - self.q_start, self.k_stop - self.k_start)
-
-
-@dataclass(frozen=True)
 class Plan:
     """What one rank does for one window over a contiguously sharded sequence.
+
+    Query rows count from the shard's first. Key rows count in the order sink rows, left halo, shard,
+    right halo.
 
     Attributes:
         seq_len: Tokens of the whole sequence.
@@ -57,12 +43,14 @@ class Plan:
         window: The window, in tokens.
         start: Global position of the shard's first token.
         stop: Global position one past the shard's last token.
+        sinks: Sink rows that come from other ranks and lie before the left halo: the first tokens of
+            the document that began on an earlier rank.
         left: Rows of the left halo: earlier keys that the shard's queries reach.
         right: Rows of the right halo.
         sends: Shard rows for each neighbour that reaches into this shard.
-        receives: Halo rows (left halo first, then right) from each neighbour, by position.
-        interior: Rows whose window lies inside the shard; they need not wait for the halo.
-        boundary: All other rows. No row is in two blocks, so no results are ever merged.
+        receives: Rows that come, sinks first, then left halo, then right; each from its owner.
+        interior: Rows that see nothing outside the shard; they need not wait for what comes.
+        boundary: All other rows.
     """
 
     seq_len: int
@@ -71,6 +59,7 @@ class Plan:
     window: Window
     start: int
     stop: int
+    sinks: int
     left: int
     right: int
     sends: tuple[Transfer, ...]
@@ -85,8 +74,24 @@ class Plan:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Every kernel call, the interior first."""
+        """Every block, the interior first."""
         return self.interior + self.boundary
+
+    @cached_property
+    def interior_calls(self) -> tuple[Call, ...]:
+        """The interior as one kernel call, if there is any."""
+        return (Call.of(self.interior),) if self.interior else ()
+
+    @cached_property
+    def boundary_calls(self) -> tuple[Call, ...]:
+        """The boundary, a kernel call for each run of rows: no row is in two, so nothing is merged."""
+        runs: list[list[Block]] = []
+        for block in self.boundary:
+            if runs and block.q_start < max(b.q_stop for b in runs[-1]):
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return tuple(Call.of(run) for run in runs)
 
     @property
     def pairs(self) -> int:
@@ -96,7 +101,7 @@ class Plan:
     @property
     def received_rows(self) -> int:
         """Rows of K and V that come from other ranks in forward."""
-        return self.left + self.right
+        return self.sinks + self.left + self.right
 
     def bytes(
         self, *, kv_heads: int, head_dim: int, v_head_dim: int | None = None, batch: int = 1, itemsize: int = 2
@@ -117,18 +122,27 @@ class Plan:
         return 2 * self.pairs * batch * q_heads * width
 
     def describe(self) -> str:
-        """The plan in a few lines of English."""
-        inner = sum(block.q_stop - block.q_start for block in self.interior)
+        """The plan in a few lines of English, and whether ``ring_attention`` would follow it by itself."""
+        inner = sum(call.q_len for call in self.interior_calls)
         peers = ", ".join(f"{t.stop - t.start} rows from rank {t.peer}" for t in self.receives)
+        choice = choose_exchange("auto", "contiguous", self.seq_len, self.ranks, self.window)
         return (
             f"rank {self.rank} of {self.ranks}: tokens [{self.start}, {self.stop}) of {self.seq_len}, "
             f"window ({self.window.left}, {self.window.right})\n"
             f"halo: {peers or 'nothing to receive'}\n"
-            f"rows: {inner} interior, {self.rows - inner} boundary; {self.pairs} (query, key) pairs"
+            f"rows: {inner} interior, {self.rows - inner} boundary; {self.pairs} (query, key) pairs\n"
+            f"exchange='auto' takes the {choice.exchange}: {choice.reason}"
         )
 
 
-def make_plan(seq_len: int, ranks: int, rank: int, window: Window | tuple[int | None, int | None]) -> Plan:
+def make_plan(
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    window: Window | tuple[int | None, int | None],
+    cu_seqlens: Sequence[int] | None = None,
+    sink_tokens: int = 0,
+) -> Plan:
     """Plan one rank's share of attention over a contiguously sharded sequence.
 
     Args:
@@ -136,86 +150,119 @@ def make_plan(seq_len: int, ranks: int, rank: int, window: Window | tuple[int | 
         ranks: Size of the context-parallel group.
         rank: The rank to plan for.
         window: Neighbours visible to each token.
+        cu_seqlens: Boundaries of packed documents, from 0 to ``seq_len``.
+        sink_tokens: First tokens of each document that its later tokens see besides their window.
 
     Returns:
         The plan. The neighbours' plans agree with it: what one sends, the other receives.
 
     Raises:
-        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` < 0, or the window is
-            not one.
+        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` < 0, or the window or
+            the boundaries are none.
     """
     if ranks < 1 or not 0 <= rank < ranks or seq_len < 0:
         raise ValueError(
             f"a plan needs seq_len >= 0 and 0 <= rank < ranks, got seq_len={seq_len}, rank={rank}, ranks={ranks}"
         )
-    return _make_plan(seq_len, ranks, rank, Window.of(window))
+    boundaries = (0, seq_len) if cu_seqlens is None else tuple(cu_seqlens)
+    return _make_plan(seq_len, ranks, rank, Window.of(window), boundaries, sink_tokens)
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(seq_len: int, ranks: int, rank: int, window: Window) -> Plan:
-    reach_left, reach_right = window.reach(seq_len)
+def _make_plan(
+    seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int
+) -> Plan:
+    check_boundaries(boundaries, seq_len)
     mine = shard(seq_len, ranks, rank)
-    rows = mine.stop - mine.start
-    left = min(reach_left, mine.start) if rows else 0
-    right = min(reach_right, seq_len - mine.stop) if rows else 0
-    boundary_left = min(reach_left, rows) if left else 0
-    boundary_right = min(reach_right, rows) if right else 0
+    whole = _Needs(seq_len, ranks, window, boundaries, sink_tokens)
+    sinks, left, right = needs = whole.of(rank)
+    # Key rows as runs of positions; sinks that reach up to the halo are one run with it.
+    near = Run(left.start, right.stop)
+    keys = [Run(sinks.start, near.stop)] if sinks.stop == near.start else [sinks, near]
 
-    def block(q_start: int, q_stop: int) -> Block:
-        """The rows with every key that they reach."""
-        k_start = max(0, left + q_start - reach_left)
-        k_stop = min(left + rows + right, left + q_stop + reach_right)
-        q_start_in_keys = left + q_start - k_start
-        band = Band(q_start_in_keys - reach_left, q_start_in_keys + reach_right)
-        return Block(q_start, q_stop, k_start, k_stop, band.clip(q_stop - q_start, k_stop - k_start))
+    def blocks(spans: Sequence[tuple[int, int]]) -> tuple[Block, ...]:
+        return tuple(
+            block.moved(first - mine.start, 0)
+            for first, last in spans
+            for block in blocks_between([Run(first, last)], keys, window, boundaries, sink_tokens)
+        )
 
-    if boundary_left + boundary_right >= rows:
-        interior, boundary = (), ((0, rows),)
-    else:
-        interior = ((boundary_left, rows - boundary_right),)
-        boundary = ((0, boundary_left), (rows - boundary_right, rows))
+    interior, boundary = _split(mine, needs, window.reach(seq_len), boundaries, sink_tokens)
     return Plan(
-        seq_len,
-        ranks,
-        rank,
-        window,
-        mine.start,
-        mine.stop,
-        left,
-        right,
-        sends=_sends(seq_len, ranks, rank, reach_left, reach_right),
-        receives=_receives(seq_len, ranks, rank, left, right),
-        interior=tuple(block(*span) for span in interior if span[0] < span[1]),
-        boundary=tuple(block(*span) for span in boundary if span[0] < span[1]),
-    )
+        seq_len, ranks, rank, window, mine.start, mine.stop, len(sinks), len(left), len(right),
+        sends=tuple(_sends(mine, whole, rank)),
+        receives=tuple(_receives(needs, chunk_length(seq_len, ranks))),
+        interior=blocks(interior),
+        boundary=blocks(boundary),
+    )  # fmt: skip
 
 
-def _receives(seq_len: int, ranks: int, rank: int, left: int, right: int) -> tuple[Transfer, ...]:
-    """Cut the halo, ``left`` rows before the shard and ``right`` after it, at the owners' edges."""
-    chunk = chunk_length(seq_len, ranks)
-    mine = shard(seq_len, ranks, rank)
-    transfers: list[Transfer] = []
-    for first, last, halo_start in ((mine.start - left, mine.start, 0), (mine.stop, mine.stop + right, left)):
-        position = first
-        while position < last:
-            stop = min(last, (position // chunk + 1) * chunk)
-            transfers.append(Transfer(position // chunk, halo_start + position - first, halo_start + stop - first))
-            position = stop
-    return tuple(transfers)
+@dataclass(frozen=True)
+class _Needs:
+    """Which positions of other ranks any rank sees: sinks, left halo and right halo."""
+
+    seq_len: int
+    ranks: int
+    window: Window
+    boundaries: Boundaries
+    sink_tokens: int
+
+    def of(self, rank: int) -> tuple[Run, Run, Run]:
+        """Only the documents that straddle the shard's two ends have tokens elsewhere."""
+        mine, (reach_left, reach_right) = shard(self.seq_len, self.ranks, rank), self.window.reach(self.seq_len)
+        if not len(mine):
+            return (Run(mine.start, mine.start),) * 3
+        first, _ = document_at(self.boundaries, mine.start)
+        _, last = document_at(self.boundaries, mine.stop - 1)
+        left = Run(max(first, mine.start - reach_left), mine.start)
+        right = Run(mine.stop, min(last, mine.stop + reach_right))
+        return Run(first, min(first + self.sink_tokens, left.start)), left, right
 
 
-def _sends(seq_len: int, ranks: int, rank: int, reach_left: int, reach_right: int) -> tuple[Transfer, ...]:
-    """The rows of this shard that lie in each neighbour's halo."""
-    mine = shard(seq_len, ranks, rank)
-    transfers: list[Transfer] = []
+def _split(
+    mine: Run, needs: tuple[Run, Run, Run], reach: tuple[int, int], boundaries: Boundaries, sink_tokens: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Positions of the interior and of the boundary rows, as spans."""
+    if not len(mine):
+        return [], []
+    sinks, left, right = needs
+    start, stop = mine.start, mine.stop
+    if len(left) or len(sinks):
+        # Sinks on an earlier rank are seen by all rows of their document; they may lie in the left halo.
+        reached = mine.stop if sink_tokens else start + reach[0]
+        start = min(mine.stop, reached, document_at(boundaries, mine.start)[1])
+    if len(right):
+        stop = max(mine.start, stop - reach[1], document_at(boundaries, mine.stop - 1)[0])
+    if start >= stop:
+        # Rows that need both sides, or only rows that wait: one run, if one document holds them.
+        edge = document_at(boundaries, mine.start)[1]
+        spans = [(mine.start, mine.stop)] if edge >= mine.stop else [(mine.start, start), (stop, mine.stop)]
+        return [], [span for span in spans if span[0] < span[1]]
+    return [(start, stop)], [span for span in ((mine.start, start), (stop, mine.stop)) if span[0] < span[1]]
+
+
+def _receives(needs: tuple[Run, Run, Run], chunk: int) -> Iterator[Transfer]:
+    """Cut what is needed at the owners' edges."""
+    row = 0
+    for run in needs:
+        position = run.start
+        while position < run.stop:
+            stop = min(run.stop, (position // chunk + 1) * chunk)
+            yield Transfer(position // chunk, row, row + stop - position)
+            row, position = row + stop - position, stop
+
+
+def _sends(mine: Run, whole: _Needs, rank: int) -> Iterator[Transfer]:
+    """The rows of this shard that other ranks need, in the order in which they receive them."""
     for direction in (-1, 1):
         peer = rank + direction
-        while 0 <= peer < ranks and mine.start < mine.stop:
-            theirs = shard(seq_len, ranks, peer)
-            first = mine.start if direction < 0 else max(mine.start, theirs.start - reach_left)
-            last = min(mine.stop, theirs.stop + reach_right) if direction < 0 else mine.stop
-            if first >= last or theirs.start == theirs.stop:
+        while 0 <= peer < whole.ranks and len(mine):
+            needs = [run for run in whole.of(peer) if len(run)]
+            # What peers further on need ends, or begins, no nearer.
+            if not needs or (needs[-1].stop <= mine.start if direction < 0 else needs[0].start >= mine.stop):
                 break
-            transfers.append(Transfer(peer, first - mine.start, last - mine.start))
+            for run in needs:
+                start, stop = max(run.start, mine.start), min(run.stop, mine.stop)
+                if start < stop:
+                    yield Transfer(peer, start - mine.start, stop - mine.start)
             peer += direction
-    return tuple(transfers)

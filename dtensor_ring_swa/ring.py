@@ -1,40 +1,36 @@
-"""The geometry of the ring: whole shards of keys pass by, one a step, and partial results merge.
+"""The geometry of the ring: keys pass by, one shard a step, and partial results merge.
 
 For windows without limit, and for layouts in which neighbours in the sequence are not neighbours in
-memory. A rank holds its own keys and at most two other shards at a
-time, whatever the number of ranks. In step t each rank attends to the shard of the rank t before it;
-the owner sends it directly, and only where the window shows some of it.
+memory. A rank holds its own keys and at most two other shards at a time, whatever the number of
+ranks. In step t each rank attends to keys of the rank t before it; the owner sends them directly: the
+rows from the first to the last that any of its queries sees, and nothing where they see none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 
-from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.layout import Run, chunk_length, runs
-from dtensor_ring_swa.plan import Block
+from dtensor_ring_swa.block import Call, blocks_between
+from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.packing import Boundaries, check_boundaries
+from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.window import UNLIMITED, Window
-
-_UNLIMITED_SHARDS, _LIMITED_SHARDS = 2, 8
 
 
 @dataclass(frozen=True)
 class Step:
-    """One shard of keys, as rank ``source`` owns it.
+    """The part of one rank's keys that is attended to at a time.
 
     Attributes:
-        source: Whose keys are attended to; None if the window shows none of the shard due now.
-        source_rows: How many there are.
-        target: Who attends to this rank's keys in the same step, if anyone.
-        blocks: Kernel calls: rows of this rank's queries against rows of the source's keys.
+        source: Whose keys, and which of its rows; None if this rank's queries see none of them.
+        target: Who attends to this rank's keys in the same step, and to which rows, if anyone does.
+        call: Rows of this rank's queries against rows of the source's keys; None without a source.
     """
 
-    source: int | None
-    source_rows: int
-    target: int | None
-    blocks: tuple[Block, ...]
+    source: Transfer | None
+    target: Transfer | None
+    call: Call | None
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,12 @@ class Ring:
     @property
     def pairs(self) -> int:
         """(query, key) pairs that this rank computes."""
-        return sum(block.pairs for step in self.steps for block in step.blocks)
+        return sum(block.pairs for step in self.steps if step.call for block in step.call.blocks)
 
     @property
     def received_rows(self) -> int:
         """Rows of K and V that come from other ranks in forward."""
-        return sum(step.source_rows for step in self.steps[1:])
+        return sum(len(step.source) for step in self.steps[1:] if step.source)
 
     def bytes(
         self, *, kv_heads: int, head_dim: int, v_head_dim: int | None = None, batch: int = 1, itemsize: int = 2
@@ -78,59 +74,66 @@ class Ring:
 
     def describe(self) -> str:
         """The ring in a few lines of English."""
-        received = [step.source for step in self.steps[1:] if step.source is not None]
+        received = ", ".join(f"{len(s.source)} rows from rank {s.source.peer}" for s in self.steps[1:] if s.source)
         balance = imbalance(self.layout, self.seq_len, self.ranks, self.window)
         return (
             f"rank {self.rank} of {self.ranks}: {self.rows} of {self.seq_len} tokens, {self.layout}, "
             f"window ({self.window.left}, {self.window.right})\n"
-            f"ring: whole shards, two at a time, from ranks {received}\n"
+            f"ring: two shards at a time; {received or 'nothing to receive'}\n"
             f"{self.pairs} (query, key) pairs; the busiest rank has {balance:.3f} times the mean"
         )
 
 
-@lru_cache(maxsize=4096)
-def make_ring(layout: str, seq_len: int, ranks: int, rank: int, window: Window) -> Ring:
-    """Plan one rank's ring.
+def make_ring(
+    layout: str,
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    window: Window,
+    boundaries: Boundaries | None = None,
+    sink_tokens: int = 0,
+) -> Ring:
+    """Plan one rank's ring, of packed documents if ``boundaries`` are given.
 
     Raises:
-        ValueError: If the layout cannot deal out so many tokens.
+        ValueError: If the layout cannot deal out so many tokens, or the boundaries are none.
     """
+    return _make_ring(layout, seq_len, ranks, rank, window, boundaries or (0, seq_len), sink_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _make_ring(
+    layout: str, seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int
+) -> Ring:
+    check_boundaries(boundaries, seq_len)
     mine = runs(layout, seq_len, ranks, rank)
+
+    def call(query_rank: int, key_rank: int) -> Call | None:
+        queries, keys = (runs(layout, seq_len, ranks, each) for each in (query_rank, key_rank))
+        blocks = blocks_between(queries, keys, window, boundaries, sink_tokens)
+        return Call.of(blocks) if blocks else None
+
     steps = []
     for distance in range(ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        theirs = runs(layout, seq_len, ranks, source)
-        blocks = _blocks(mine, theirs, window)
-        wanted = _blocks(runs(layout, seq_len, ranks, target), mine, window)
+        own, theirs = call(rank, source), call(target, rank)
         steps.append(
             Step(
-                source if blocks else None,
-                sum(map(len, theirs)) if blocks else 0,
-                target if wanted else None,
-                blocks,
+                own and Transfer(source, own.k_start, own.k_stop),
+                theirs and Transfer(target, theirs.k_start, theirs.k_stop),
+                own,
             )
         )
     return Ring(seq_len, ranks, rank, window, layout, sum(map(len, mine)), tuple(steps))
 
 
-def uses_ring(layout: str, seq_len: int, ranks: int, window: Window) -> bool:
-    """Whether keys pass by in a ring rather than being held as a halo: the same answer on every rank.
-
-    The halo needs exactly the rows that the window reaches and merges nothing, so it is preferred
-    until it would hold too many shards: two for a window without limit, which would otherwise hold
-    the whole sequence, and eight for a limited one.
-    """
-    if layout != "contiguous":
-        return True
-    chunk = chunk_length(seq_len, ranks)
-    halo = min(sum(window.reach(seq_len)), seq_len - chunk)
-    return halo > (_UNLIMITED_SHARDS if UNLIMITED in window else _LIMITED_SHARDS) * chunk
-
-
-def balanced_layout(load_balance: str, seq_len: int, ranks: int, window: Window) -> str:
+def balanced_layout(
+    load_balance: str, seq_len: int, ranks: int, window: Window, boundaries: Boundaries | None = None
+) -> str:
     """The layout to compute in, for contiguous shards: another one where that evens out the work.
 
-    Only windows that are unlimited on one side load the ranks unevenly enough to matter.
+    Only windows that are unlimited on one side load the ranks unevenly enough to matter; with packed
+    documents, only if the plan predicts that the busiest rank gains a tenth.
 
     Raises:
         ValueError: If a layout is demanded that cannot deal out so many tokens.
@@ -141,57 +144,20 @@ def balanced_layout(load_balance: str, seq_len: int, ranks: int, window: Window)
     lopsided = (window.left == UNLIMITED) != (window.right == UNLIMITED)
     if load_balance == "none" or not lopsided or ranks == 1 or seq_len % (2 * ranks):
         return "contiguous"
+    if boundaries is not None:
+        now, then = (imbalance(layout, seq_len, ranks, window, boundaries) for layout in ("contiguous", "zigzag"))
+        return "zigzag" if then < 0.9 * now else "contiguous"
     return "zigzag"
 
 
-@lru_cache(maxsize=256)
-def imbalance(layout: str, seq_len: int, ranks: int, window: Window) -> float:
+def imbalance(
+    layout: str, seq_len: int, ranks: int, window: Window, boundaries: Boundaries | None = None
+) -> float:
     """(query, key) pairs of the busiest rank over the mean of all ranks."""
-    pairs = [make_ring(layout, seq_len, ranks, rank, window).pairs for rank in range(ranks)]
+    return _imbalance(layout, seq_len, ranks, window, boundaries or (0, seq_len))
+
+
+@lru_cache(maxsize=256)
+def _imbalance(layout: str, seq_len: int, ranks: int, window: Window, boundaries: Boundaries) -> float:
+    pairs = [make_ring(layout, seq_len, ranks, rank, window, boundaries).pairs for rank in range(ranks)]
     return max(pairs) * ranks / max(sum(pairs), 1)
-
-
-def _blocks(queries: tuple[Run, ...], keys: tuple[Run, ...], window: Window) -> tuple[Block, ...]:
-    """The visible blocks between the runs of two ranks."""
-    blocks, q_start = [], 0
-    for q_run in queries:
-        k_start = 0
-        for k_run in keys:
-            band = Band.between(q_run, k_run, window)
-            if band.pairs(len(q_run), len(k_run)):
-                blocks.append(Block(q_start, q_start + len(q_run), k_start, k_start + len(k_run), band))
-            k_start += len(k_run)
-        q_start += len(q_run)
-    return tuple(_fused(blocks))
-
-
-def _fused(blocks: list[Block]) -> list[Block]:
-    """Fewer blocks that show the same: where two join to one band, one kernel call does for both.
-
-    All of a step's blocks do in the zigzag layout of a causal window: each row's keys are a run of
-    the other rank's rows, although not of positions.
-    """
-    for first, second in combinations(blocks, 2):
-        joint = _joint(first, second)
-        if joint is not None:
-            return _fused([joint, *(block for block in blocks if block not in (first, second))])
-    return blocks
-
-
-def _joint(first: Block, second: Block) -> Block | None:
-    """The smallest block around two, if its band shows no more than theirs."""
-    pair = (first, second)
-    q_start, q_stop = min(b.q_start for b in pair), max(b.q_stop for b in pair)
-    k_start, k_stop = min(b.k_start for b in pair), max(b.k_stop for b in pair)
-    bounds = []
-    for block in pair:
-        tight = Band(
-            max(block.band.lower, block.q_start - block.q_stop + 1),
-            min(block.band.upper, block.k_stop - block.k_start - 1),
-        )
-        shift = (block.k_start - k_start) - (block.q_start - q_start)
-        bounds.append((tight.lower + shift, tight.upper + shift))
-    lowers, uppers = zip(*bounds, strict=True)
-    joint = Block(q_start, q_stop, k_start, k_stop, Band(min(lowers), max(uppers)))
-    # It shows all that they do; with equal counts it shows nothing else.
-    return joint if joint.pairs == first.pairs + second.pairs else None

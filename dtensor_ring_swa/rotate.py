@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.exchange import Exchange, Rows, pack
 from dtensor_ring_swa.kernels import Kernel, Request
-from dtensor_ring_swa.merge import merge_
+from dtensor_ring_swa.merge import join_sinks_, merge_
 from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.ring import Ring, Step
 
@@ -24,21 +24,25 @@ def rotate_forward(
     v_BSGE: torch.Tensor,
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
+    sinks_H: torch.Tensor | None,
 ) -> None:
     """Write out and lse; partial results are merged in float32."""
-    partial = kernel.grad_dtype(out_BSHE.dtype)
-    total = torch.zeros_like(out_BSHE, dtype=lse_BHS.dtype)
-    lse_BHS.fill_(float("-inf"))
+    total = torch.empty_like(out_BSHE, dtype=lse_BHS.dtype)
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
-        for block in step.blocks:
-            rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
-            part, part_lse = torch.empty_like(out_BSHE[:, rows], dtype=partial), torch.empty_like(lse_BHS[:, :, rows])
-            kernel.forward(request, q_BSHD[:, rows], k[:, keys], v[:, keys], block.band, part, part_lse)
-            if step is ring.steps[0] and block.q_stop - block.q_start == ring.rows:
-                total.copy_(part)
-                lse_BHS.copy_(part_lse)
-            else:
-                merge_(total[:, rows], lse_BHS[:, :, rows], part, part_lse)
+        if step.call is None:
+            continue
+        rows = slice(step.call.q_start, step.call.q_stop)
+        part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.grad_dtype(out_BSHE.dtype))
+        part_lse = torch.empty_like(lse_BHS[:, :, rows])
+        kernel.forward(request, q_BSHD[:, rows], k, v, step.call, part, part_lse)
+        if step is ring.steps[0]:
+            # Every row sees at least its own key, so that the first step writes them all.
+            total.copy_(part)
+            lse_BHS.copy_(part_lse)
+        else:
+            merge_(total[:, rows], lse_BHS[:, :, rows], part, part_lse)
+    if sinks_H is not None:
+        join_sinks_(total, lse_BHS, sinks_H)
     out_BSHE.copy_(total)
 
 
@@ -56,65 +60,84 @@ def rotate_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv: sums over the steps in float32, rounded once.
 
-    With the joint out and lse, each block's gradients are its exact share. The share of a shard's dk
+    With the joint out and lse, each call's gradients are its exact share. The share of a shard's dk
     and dv goes home to its owner while the next step is computed.
     """
     wide, partial = lse_BHS.dtype, kernel.grad_dtype(k_BSGD.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q_BSHD, k_BSGD, v_BSGE))
     shape = Rows.of(k_BSGD, v_BSGE)
-    homecoming: Exchange | None = None
-
-    def take_home() -> None:
-        for message in homecoming.wait() if homecoming is not None else ():
-            for total, share in zip((dk, dv), shape.unpack(message, ring.rows), strict=True):
-                total += share
-
+    way_home = _Homecoming(shape, dk, dv)
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
-        own = step.source == ring.rank
-        shares = (dk, dv) if own else tuple(torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for block in step.blocks:
-            rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
+        shares = [torch.empty_like(x, dtype=partial) for x in (k, v)]
+        if step.call is not None:
+            rows = slice(step.call.q_start, step.call.q_stop)
             part_q = torch.empty_like(q_BSHD[:, rows])
-            parts = [torch.empty_like(x[:, keys], dtype=partial) for x in (k, v)]
             kernel.backward(
-                request, dout_BSHE[:, rows], q_BSHD[:, rows], k[:, keys], v[:, keys], out_BSHE[:, rows],
-                lse_BHS[:, :, rows], block.band, part_q, *parts,
+                request, dout_BSHE[:, rows], q_BSHD[:, rows], k, v, out_BSHE[:, rows], lse_BHS[:, :, rows], step.call,
+                part_q, *shares,
             )  # fmt: skip
             dq[:, rows] += part_q
-            for share, part in zip(shares, parts, strict=True):
-                share[:, keys] += part
-        take_home()
-        homecoming = None
-        if step is not ring.steps[0]:
-            homecoming = Exchange(
-                group,
-                [] if step.source is None else [Transfer(step.source, 0, step.source_rows)],
-                [] if step.source is None else [pack(*shares)],
-                [] if step.target is None else [Transfer(step.target, 0, ring.rows)],
-                [] if step.target is None else [dk.new_empty(shape.numel(ring.rows))],
-            )
-    take_home()
+        way_home.arrive()
+        if step.source is not None and step.source.peer == ring.rank:
+            way_home.add(step.source, shares)
+        else:
+            way_home.leave(group, step, shares)
+    way_home.arrive()
     return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGE.dtype)
+
+
+class _Homecoming:
+    """Sums this rank's dk and dv: its own share, and those that others computed, one step at a time.
+
+    A share travels in the dtype in which the kernel wrote it, which loses nothing, and is added in
+    float32 by the owner.
+    """
+
+    def __init__(self, shape: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        self._shape, self._totals = shape, (dk, dv)
+        self._under_way: tuple[Exchange, Transfer | None] | None = None
+
+    def add(self, rows: Transfer, shares: Sequence[torch.Tensor]) -> None:
+        for total, share in zip(self._totals, shares, strict=True):
+            total[:, rows.start : rows.stop] += share
+
+    def leave(self, group: ProcessGroup | None, step: Step, shares: Sequence[torch.Tensor]) -> None:
+        """Send a step's shares to the source, and expect those of our rows from the target."""
+        sends = [] if step.source is None else [(step.source, pack(*shares))]
+        receives = [(rows, shares[0].new_empty(self._shape.numel(len(rows)))) for rows in (step.target,) if rows]
+        self._under_way = Exchange(group, sends, receives), step.target
+
+    def arrive(self) -> None:
+        """Take the shares that are under way."""
+        if self._under_way is not None:
+            exchange, rows = self._under_way
+            for message in exchange.wait():
+                assert rows is not None
+                self.add(rows, self._shape.unpack(message, len(rows)))
+        self._under_way = None
 
 
 def _passing_keys(
     ring: Ring, group: ProcessGroup | None, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor
 ) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-    """Each step with its keys and values; the shard of the next is under way meanwhile."""
+    """Each step with its keys and values; those of the next are under way meanwhile."""
     shape = Rows.of(k_BSGD, v_BSGE)
-    mine = pack(k_BSGD, v_BSGE) if any(step.target is not None for step in ring.steps[1:]) else None
-    k, v = k_BSGD, v_BSGE
+    packed: tuple[tuple[int, int], torch.Tensor] | None = None
+    own = ring.steps[0].source
+    k, v = (x[:, own.start : own.stop] if own else x[:, :0] for x in (k_BSGD, v_BSGE))
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
-        coming = None
+        coming, source = None, following and following.source
         if following is not None:
-            coming = Exchange(
-                group,
-                [] if following.target is None else [Transfer(following.target, 0, ring.rows)],
-                [] if following.target is None or mine is None else [mine],
-                [] if following.source is None else [Transfer(following.source, 0, following.source_rows)],
-                [] if following.source is None else [k_BSGD.new_empty(shape.numel(following.source_rows))],
-            )
+            sends, receives = [], []
+            if following.target is not None:
+                span = following.target.start, following.target.stop
+                if packed is None or packed[0] != span:
+                    packed = span, pack(*(x[:, slice(*span)] for x in (k_BSGD, v_BSGE)))
+                sends = [(following.target, packed[1])]
+            if source is not None:
+                receives = [(source, k_BSGD.new_empty(shape.numel(len(source))))]
+            coming = Exchange(group, sends, receives)
         yield step, k, v
-        if coming is not None and following is not None:
+        if coming is not None:
             received = coming.wait()
-            k, v = shape.unpack(received[0], following.source_rows) if received else (k[:, :0], v[:, :0])
+            k, v = shape.unpack(received[0], len(source)) if received and source else (k[:, :0], v[:, :0])

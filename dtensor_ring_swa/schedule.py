@@ -10,74 +10,68 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.deal import deal, make_deal
 from dtensor_ring_swa.groups import exchange_group, resolve_group
 from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.packing import Boundaries
 from dtensor_ring_swa.plan import Plan, make_plan
-from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring, uses_ring
+from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
 from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
 from dtensor_ring_swa.window import UNLIMITED, Window
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """One call on one rank, as far as integers go.
+class Geometry:
+    """What a caller asks, as far as integers go: the same on every rank.
 
     Attributes:
         window: The window, in tokens.
+        sink_tokens: First tokens of each document that its later tokens see besides their window.
         layout: How positions lie on the ranks.
-        compute_layout: The layout in which the ring runs.
+        load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
+        exchange: Halo or ring: see ``choose_exchange``.
         seq_len: Tokens of the whole sequence.
         group_name: The context-parallel group, ``""`` for one device.
-        ranks: Its size.
-        rank: This rank.
     """
 
     window: Window
+    sink_tokens: int
     layout: str
-    compute_layout: str
+    load_balance: str
+    exchange: str
     seq_len: int
     group_name: str
-    ranks: int
-    rank: int
 
-    @classmethod
-    def of(cls, left: int, right: int, layout: str, load_balance: str, seq_len: int, group_name: str) -> Schedule:
-        """Decide from what every rank knows.
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the sequence."""
+        return dist.get_world_size(resolve_group(self.group_name)) if self.group_name else 1
+
+    @property
+    def rank(self) -> int:
+        """This one of them."""
+        return dist.get_rank(resolve_group(self.group_name)) if self.group_name else 0
+
+    def compute_layout(self, boundaries: Boundaries | None = None) -> str:
+        """The layout to compute in.
 
         Raises:
             ValueError: If a layout cannot deal out so many tokens.
         """
-        window, ranks, rank = Window(left, right), 1, 0
-        if group_name:
-            group = resolve_group(group_name)
-            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        compute_layout = layout
-        if layout == "contiguous":
-            compute_layout = balanced_layout(load_balance, seq_len, ranks, window)
-        return cls(window, layout, compute_layout, seq_len, group_name, ranks, rank)
+        if self.layout != "contiguous" or (self.exchange == "halo" and self.load_balance == "auto"):
+            return self.layout
+        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.window, boundaries)
 
-    @property
-    def is_ring(self) -> bool:
-        """Whether keys pass by in a ring; otherwise the halo is held."""
-        return uses_ring(self.compute_layout, self.seq_len, self.ranks, self.window)
-
-    @property
-    def plan(self) -> Plan:
-        """This rank's part with a halo."""
-        return make_plan(self.seq_len, self.ranks, self.rank, self.window)
-
-    @property
-    def ring(self) -> Ring:
-        """This rank's part in the ring."""
-        return make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.window)
-
-    @property
-    def halo_rows(self) -> int:
-        """Rows of the buffer saved for backward: the same on every rank, to keep shapes alike."""
-        return 0 if self.is_ring or not self.group_name else sum(self.window.reach(self.seq_len))
+    def kept_rows(self, packed: bool) -> int:
+        """Rows of K and V to keep for backward: the same on every rank and for all documents."""
+        layout = self.compute_layout()
+        choice = choose_exchange(self.exchange, layout, self.seq_len, self.ranks, self.window, packed)
+        if choice.exchange == "ring" or not self.group_name:
+            return 0
+        return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError unless this rank holds the rows that its layout gives it."""
@@ -89,10 +83,43 @@ class Schedule:
                 "global shape"
             )
 
+
+class Schedule:
+    """One sequence on one rank: the walk of its plan, with the documents packed into it if there are any."""
+
+    def __init__(self, geometry: Geometry, boundaries: Boundaries | None) -> None:
+        self.geometry, self.boundaries = geometry, boundaries
+        self.layout, self.compute_layout = geometry.layout, geometry.compute_layout(boundaries)
+        self.seq_len, self.ranks, self.rank = geometry.seq_len, geometry.ranks, geometry.rank
+        self.is_ring = (
+            choose_exchange(
+                geometry.exchange, self.compute_layout, self.seq_len, self.ranks, geometry.window,
+                boundaries is not None,
+            ).exchange
+            == "ring"
+        )  # fmt: skip
+
+    @property
+    def plan(self) -> Plan:
+        """This rank's part with a halo."""
+        geometry = self.geometry
+        return make_plan(
+            self.seq_len, self.ranks, self.rank, geometry.window, self.boundaries, geometry.sink_tokens
+        )  # fmt: skip
+
+    @property
+    def ring(self) -> Ring:
+        """This rank's part in the ring."""
+        geometry = self.geometry
+        return make_ring(
+            self.compute_layout, self.seq_len, self.ranks, self.rank, geometry.window, self.boundaries,
+            geometry.sink_tokens,
+        )  # fmt: skip
+
     def _group(self, device: torch.device) -> ProcessGroup | None:
         # Every rank comes through here, also those that will have nothing to say: making the group
         # for the exchange is collective.
-        return exchange_group(resolve_group(self.group_name), device) if self.group_name else None
+        return exchange_group(resolve_group(self.geometry.group_name), device) if self.geometry.group_name else None
 
     def forward(
         self,
@@ -104,21 +131,22 @@ class Schedule:
         halo: torch.Tensor,
         out_BSHE: torch.Tensor,
         lse_BHS: torch.Tensor,
+        sinks_H: torch.Tensor | None,
     ) -> None:
         """Write out, lse and halo."""
         group = self._group(q_BSHD.device)
         if not self.is_ring:
-            halo_forward(self.plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS)
+            halo_forward(self.plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS, sinks_H)
             return
         ring = self.ring
-        if UNLIMITED not in self.window:
-            _warn_of_waste(self, k_BSGD[:, :1].nbytes + v_BSGE[:, :1].nbytes)
+        if UNLIMITED not in self.geometry.window:
+            _warn_of_waste(ring, self.plan, k_BSGD[:, :1].nbytes + v_BSGE[:, :1].nbytes)
         if self.compute_layout == self.layout or group is None:
-            rotate_forward(ring, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
+            rotate_forward(ring, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS, sinks_H)
             return
         q, k, v = self._dealt(group, q_BSHD, k_BSGD, v_BSGE)
         out, lse = q.new_empty(*q.shape[:3], v.shape[3]), lse_BHS.new_empty(*lse_BHS.shape[:2], ring.rows)
-        rotate_forward(ring, group, kernel, request, q, k, v, out, lse)
+        rotate_forward(ring, group, kernel, request, q, k, v, out, lse, sinks_H)
         (out,), (lse,) = self._dealt_back(group, out), self._dealt_back(group, lse.transpose(1, 2))
         out_BSHE.copy_(out)
         lse_BHS.copy_(lse.transpose(1, 2))
@@ -159,13 +187,12 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def _warn_of_waste(schedule: Schedule, row_bytes: int) -> None:
+def _warn_of_waste(ring: Ring, plan: Plan, row_bytes: int) -> None:
     """Say once what a limited window costs in a layout that scatters neighbours over the ranks."""
-    window, rank = schedule.window, schedule.rank
-    fetched, needed = schedule.ring.received_rows, schedule.plan.received_rows
+    fetched, needed = ring.received_rows, plan.received_rows
     if fetched > 2 * needed:
         warnings.warn(
-            f"window ({window.left}, {window.right}) in layout {schedule.compute_layout!r} makes rank {rank} receive "
+            f"window ({ring.window.left}, {ring.window.right}) in layout {ring.layout!r} makes rank {ring.rank} receive "
             f"{fetched * row_bytes} bytes of K and V; with contiguous shards and load_balance='auto' it would be "
             f"{needed * row_bytes}",
             stacklevel=2,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -41,6 +42,10 @@ class Case:
     device: str = "cpu"
     layout: str = "contiguous"
     load_balance: str = "auto"
+    exchange: str = "auto"
+    cu_seqlens: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    sink_tokens: int = 0
+    sinks: str | None = None  # how learned sinks are given: "plain" or "dtensor"
     seed: int = 0
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -54,6 +59,25 @@ class Case:
             )
             for heads, dim in widths
         )
+
+    def learned_sinks(self) -> torch.Tensor | None:
+        """The whole sinks, the same on every rank."""
+        if self.sinks is None:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(self.q_heads, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+
+    def boundaries(self) -> torch.Tensor | None:
+        """``cu_seqlens`` as a caller gives them."""
+        return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.device)
+
+    def options(self) -> dict[str, Any]:
+        """What ``ring_attention`` is called with, apart from tensors that are sharded."""
+        return {
+            "window": self.window, "scale": self.scale, "softcap": self.softcap, "kernel": self.kernel,
+            "layout": self.layout, "load_balance": self.load_balance, "exchange": self.exchange,
+            "sink_tokens": self.sink_tokens, "cu_seqlens": self.boundaries(), "return_lse": True,
+        }  # fmt: skip
 
 
 @lru_cache
@@ -91,42 +115,58 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
             for x in (q, k, v, dout)
         )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = ring_attention(
-        *leaves,
-        window=case.window,
-        scale=case.scale,
-        softcap=case.softcap,
-        kernel=case.kernel,
-        layout=case.layout,
-        load_balance=case.load_balance,
-        return_lse=True,
-    )
+    sinks = case.learned_sinks()
+    if case.sinks == "dtensor" and sinks is not None:
+        axes = [Shard(0) if axis == "tp" else Replicate() for axis in case.axes]
+        sinks = distribute_tensor(sinks, mesh, axes, src_data_rank=None)
+    leaves += [] if sinks is None else [sinks.requires_grad_()]
+    out, lse = ring_attention(q, k, v, sinks=sinks, **case.options())
     assert isinstance(out, DTensor) and isinstance(lse, DTensor)
     assert out.placements == q.placements and out.shape == (*q.shape[:3], v.shape[3])
     assert out.to_local().shape[:3] == q.to_local().shape[:3]
     grads = torch.autograd.grad(out, leaves, dout)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
-    return [cast(DTensor, x.detach()).full_tensor() for x in (out, lse, *grads)]
+    if sinks is not None and not isinstance(sinks, DTensor):
+        grads = [*grads[:3], summed_over_shards(grads[3], case, mesh)]
+    elif sinks is not None:
+        assert grads[3].placements == sinks.placements
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out.detach(), lse, *grads)]
+
+
+def summed_over_shards(grad: torch.Tensor, case: Case, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the contributions of all ranks, as data parallelism makes it."""
+    for axis, name in enumerate(case.axes):
+        if name != "rep":
+            dist.all_reduce(grad, group=mesh.get_group(axis))
+    return grad
 
 
 def on_shards(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of this rank's shard from a plain call."""
     shards = shard_sequence(mesh, *case.inputs(), layout=case.layout)
     q, k, v, dout = (strided(x) if case.strided else x for x in shards)
-    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    out, lse = ring_attention(
-        *leaves, window=case.window, scale=case.scale, softcap=case.softcap, kernel=case.kernel, mesh=mesh,
-        layout=case.layout, load_balance=case.load_balance, return_lse=True,
-    )  # fmt: skip
-    return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    sinks = case.learned_sinks()
+    leaves += [] if sinks is None else [sinks.requires_grad_()]
+    q, k, v, *_ = leaves
+    out, lse = ring_attention(q, k, v, sinks=sinks, mesh=mesh, **case.options())
+    grads = list(torch.autograd.grad(out, leaves, dout))
+    if sinks is not None:
+        grads[3] = summed_over_shards(grads[3], case, mesh)
+    return [out.detach(), lse, *grads]
 
 
 def expected(case: Case) -> list[torch.Tensor]:
-    """The same five tensors from the dense oracle."""
+    """The same tensors from the dense oracle."""
     q, k, v, dout = (x.double() for x in case.inputs())
-    q, k, v = leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sinks = case.learned_sinks()
+    if sinks is not None:
+        leaves.append(sinks := sinks.double().requires_grad_())
     window = Window.of(case.window)
-    out, lse = dense_attention(q, k, v, (window.left, window.right), case.scale, case.softcap)
+    out, lse = dense_attention(
+        q, k, v, (window.left, window.right), case.scale, case.softcap, sinks, case.sink_tokens, case.cu_seqlens
+    )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -135,13 +175,15 @@ def errors(case: Case) -> dict[str, float]:
     mesh = mesh_of(case.mesh, case.axes, case.device)
     got = (on_shards if case.plain else on_mesh)(case, mesh)
     want, dims = expected(case), (1, 2, 1, 1, 1)
+    whole, want = want[5:], want[:5]
     if case.plain:
         want = [shard_sequence(mesh, x, dim=dim, layout=case.layout) for x, dim in zip(want, dims, strict=True)]
     elif case.layout != "contiguous":
         at = torch.tensor(order(case), device=case.device)
         want = [x.index_select(dim, at) for x, dim in zip(want, dims, strict=True)]
     result = {}
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")[: len(got)]
+    for name, x, y in zip(names, got, [*want, *whole], strict=True):
         assert x.shape == y.shape, f"{name}: shape {tuple(x.shape)}, expected {tuple(y.shape)}"
         assert torch.isfinite(x).all(), f"{name} is not finite"
         if x.dtype in (torch.bfloat16, torch.float16) or case.dtype in (torch.bfloat16, torch.float16):

@@ -241,7 +241,7 @@ def test_cost_of_a_plan_does_not_grow_with_ranks(window: Window) -> None:
 
         sys.setprofile(count)
         try:
-            _make_plan.__wrapped__(16384 * ranks, ranks, ranks // 2, window)
+            _make_plan.__wrapped__(16384 * ranks, ranks, ranks // 2, window, (0, 16384 * ranks), 0)
         finally:
             sys.setprofile(None)
         return counted

@@ -17,15 +17,17 @@ from dtensor_ring_swa import Plan, Window, make_plan
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.kernels import KERNELS
 from dtensor_ring_swa.layout import Run, chunk_length, shard
-from dtensor_ring_swa.plan import Block, Transfer, _make_plan
+from dtensor_ring_swa.block import Block
+from dtensor_ring_swa.plan import Transfer, _make_plan
 
 PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
 # Every import points to the left. A new module takes its place here.
 ORDER = (
-    "window", "layout", "band", "plan", "ring", "groups", "exchange", "deal", "keys", "merge", "kernels.request",
-    "kernels.reference", "kernels.flash_band", "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo",
-    "rotate", "schedule", "checks", "ops", "dtensor", "attention", "sequence", "parallel", "",
+    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "deal", "keys",
+    "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.aten",
+    "kernels.flash", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding", "heads",
+    "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat")
@@ -245,6 +247,7 @@ def test_describe_says_what_lies_where_and_what_travels() -> None:
         "rank 1 of 4: tokens [4, 8) of 16, window (5, 1)",
         "halo: 4 rows from rank 0, 1 rows from rank 2",
         "rows: 0 interior, 4 boundary; 27 (query, key) pairs",
+        "exchange='auto' takes the halo: it holds at most 6 rows, no more than 8 shards of 4",
     ]
     assert "nothing to receive" in make_plan(16, 4, 0, Window(2, 0)).describe()
 
@@ -257,13 +260,13 @@ def test_impossible_plans_raise_and_name_the_values(seq_len: int, ranks: int, ra
 
 def test_plans_are_hashable_and_shared() -> None:
     plan = make_plan(64, 4, 1, Window(5, 3))
-    assert make_plan(64, 4, 1, Window(5, 3)) is plan and {plan: 1}[_make_plan.__wrapped__(64, 4, 1, Window(5, 3))]
+    assert make_plan(64, 4, 1, Window(5, 3)) is plan and {plan: 1}[_make_plan.__wrapped__(64, 4, 1, Window(5, 3), (0, 64), 0)]
 
 
 def test_cost_of_a_plan_does_not_grow_with_tokens_or_ranks() -> None:
     def plan_and_seconds() -> tuple[Plan, float]:
         start = perf_counter()
-        return _make_plan.__wrapped__(64 * 2**20, 4096, 2048, Window(4095, 0)), perf_counter() - start
+        return _make_plan.__wrapped__(64 * 2**20, 4096, 2048, Window(4095, 0), (0, 64 * 2**20), 0), perf_counter() - start
 
     plans, seconds = zip(*(plan_and_seconds() for _ in range(5)), strict=True)
     assert len(plans[0].sends) == len(plans[0].receives) == 1
@@ -307,14 +310,14 @@ def imported_here(tree: ast.Module) -> set[str]:
     return {name.removeprefix("dtensor_ring_swa").removeprefix(".") for name in own}
 
 
-@pytest.mark.parametrize("name", ["window", "layout", "band", "plan"])
+@pytest.mark.parametrize("name", ["window", "layout", "band", "packing", "block", "choice", "plan", "ring"])
 def test_geometry_imports_no_torch(name: str) -> None:
     waiting, reached, outside = [name], set(), set()
     while waiting:
         reached.add(module := waiting.pop())
         outside |= {x.split(".")[0] for x in imported(modules()[module])} - {"dtensor_ring_swa"}
         waiting += imported_here(modules()[module]) - reached
-    assert outside <= {"__future__", "collections", "dataclasses", "functools", "itertools", "math", "typing"}
+    assert outside <= {"__future__", "bisect", "collections", "dataclasses", "functools", "itertools", "math", "typing"}
 
 
 def test_imports_run_downward_only() -> None:

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels import KERNELS, Request, choose
 from dtensor_ring_swa.kernels.flash_band import _pieces
 
@@ -55,8 +56,9 @@ def check(name: str, dtype: str, band: Band, sizes: dict[str, int], softcap: flo
     wide = torch.promote_types(torch_dtype, torch.float32)
     lse = torch.full((sizes["b"], heads, sizes["m"]), float("nan"), device=DEVICE, dtype=wide)
     dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.grad_dtype(torch_dtype)) for x in (k, v))
-    kernel.forward(request, q, k, v, band, out, lse)
-    kernel.backward(request, dout, q, k, v, out, lse, band, dq, dk, dv)
+    call = Call.single(sizes["m"], sizes["n"], band)
+    kernel.forward(request, q, k, v, call, out, lse)
+    kernel.backward(request, dout, q, k, v, out, lse, call, dq, dk, dv)
     for what, got, want in zip(
         ("out", "lse", "dq", "dk", "dv"), (out, lse, dq, dk, dv), dense(request, band, (dout, q, k, v)), strict=True
     ):
@@ -153,7 +155,7 @@ def test_reference_memory_grows_with_the_window_only() -> None:
     q, k, v = (torch.randn(1, rows, 1, 4) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(1, 1, rows)
     with torch.profiler.profile(profile_memory=True) as profile:
-        KERNELS["reference"].forward(request, q, k, v, Band(-63, 0), out, lse)
+        KERNELS["reference"].forward(request, q, k, v, Call.single(rows, rows, Band(-63, 0)), out, lse)
     largest = max(event.cpu_memory_usage for event in profile.events() or [])
     # One tile: 128 rows by 191 keys, at most 8 bytes each, and the allocator's rounding.
     assert 0 < largest <= 8 * 128 * 191 + 512

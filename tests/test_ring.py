@@ -14,16 +14,21 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa import Window, gather_sequence, positions, ring_attention, shard_sequence
 from dtensor_ring_swa.deal import make_deal
+from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.layout import LAYOUTS, runs
 from dtensor_ring_swa.merge import merge_
-from dtensor_ring_swa.plan import make_plan
-from dtensor_ring_swa.ring import balanced_layout, imbalance, make_ring, uses_ring
+from dtensor_ring_swa.plan import Transfer, make_plan
+from dtensor_ring_swa.ring import balanced_layout, imbalance, make_ring
 from dtensor_ring_swa.testing import RankPool
 
 from cases import Case, errors, mesh_of, mesh_ranks
 
 Pools = Callable[[int], RankPool]
 TOLERANCE = 1e-10
+
+
+def uses_ring(layout: str, seq_len: int, ranks: int, window: Window) -> bool:
+    return choose_exchange("auto", layout, seq_len, ranks, window).exchange == "ring"
 
 
 @st.composite
@@ -76,11 +81,12 @@ def test_blocks_show_each_visible_pair_once() -> None:
                             [p for run in runs(layout, seq_len, ranks, r) for p in run.positions] for r in range(ranks)
                         ]
                         for step in ring.steps:
-                            for b in step.blocks:
-                                assert step.source is not None
+                            for b in step.call.blocks if step.call else ():
+                                assert step.source is not None and step.call is not None
+                                b = b.moved(step.call.q_start, step.call.k_start)
                                 queries, keys = (
                                     held[rank][b.q_start : b.q_stop],
-                                    held[step.source][b.k_start : b.k_stop],
+                                    held[step.source.peer][b.k_start : b.k_stop],
                                 )
                                 seen += [
                                     (q, k)
@@ -97,7 +103,7 @@ def test_blocks_show_each_visible_pair_once() -> None:
 def test_a_causal_zigzag_step_is_one_kernel_call(ranks: int) -> None:
     for rank in range(ranks):
         ring = make_ring("zigzag", 64 * ranks, ranks, rank, Window.causal())
-        assert [len(step.blocks) for step in ring.steps] == [1] * ranks
+        assert [len(step.call.blocks) for step in ring.steps if step.call] == [1] * ranks
 
 
 def test_rings_agree_on_who_sends_in_which_step() -> None:
@@ -107,15 +113,17 @@ def test_rings_agree_on_who_sends_in_which_step() -> None:
             for ring in rings:
                 for number, step in enumerate(ring.steps):
                     if step.target is not None:
-                        assert rings[step.target].steps[number].source == ring.rank
+                        theirs = rings[step.target.peer].steps[number].source
+                        assert theirs == Transfer(ring.rank, step.target.start, step.target.stop)
                     if step.source is not None:
-                        assert rings[step.source].steps[number].target == ring.rank
+                        theirs = rings[step.source.peer].steps[number].target
+                        assert theirs == Transfer(ring.rank, step.source.start, step.source.stop)
 
 
 def test_causal_ranks_neither_compute_nor_wait_for_later_keys() -> None:
     ring = make_ring("contiguous", 32, 4, 1, Window.causal())
-    assert [step.source for step in ring.steps] == [1, 0, None, None]
-    assert [step.target for step in ring.steps] == [1, 2, 3, None]
+    assert [step.source and step.source.peer for step in ring.steps] == [1, 0, None, None]
+    assert [step.target and step.target.peer for step in ring.steps] == [1, 2, 3, None]
     alone = make_ring("striped", 8, 1, 0, Window.causal())
     assert len(alone.steps) == 1 and alone.bytes(kv_heads=2, head_dim=4) == 0
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.bench.case import Case, Inputs
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -104,7 +105,7 @@ def attend(
     batch, rows, heads, _ = q_BMHD.shape
     out = q_BMHD.new_empty(batch, rows, heads, v_BNGE.shape[3])
     lse = q_BMHD.new_empty(batch, heads, rows, dtype=case.wide_dtype)
-    case.kernel.forward(case.request, q_BMHD, k_BNGD, v_BNGE, band, out, lse)
+    case.kernel.forward(case.request, q_BMHD, k_BNGD, v_BNGE, Call.single(rows, k_BNGD.shape[1], band), out, lse)
     return out, lse
 
 
@@ -120,5 +121,6 @@ def attend_backward(
     out, lse = state
     dq = torch.empty_like(q)
     dk, dv = into or (x.new_empty(x.shape, dtype=case.grad_dtype) for x in (k, v))
-    case.kernel.backward(case.request, dout, q, k, v, out, lse, band, dq, dk, dv)
+    call = Call.single(q.shape[1], k.shape[1], band)
+    case.kernel.backward(case.request, dout, q, k, v, out, lse, call, dq, dk, dv)
     return dq, dk, dv

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
@@ -42,6 +43,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+@forward_by_block
 @forward_on_bands
 def forward(
     request: Request,
@@ -62,6 +64,7 @@ def forward(
     lse.copy_(computed_lse)
 
 
+@backward_by_block
 @backward_on_bands
 def backward(
     request: Request,

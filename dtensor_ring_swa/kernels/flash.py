@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
@@ -53,6 +54,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+@forward_by_block
 @forward_on_bands
 def forward(
     request: Request,
@@ -76,6 +78,7 @@ def forward(
         out.copy_(target[..., : request.v_head_dim])
 
 
+@backward_by_block
 @backward_on_bands
 def backward(
     request: Request,

@@ -20,7 +20,7 @@ FlashWindow = tuple[int | None, int | None]
 
 
 def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``Kernel.forward`` of ``run(request, q, k, v, window, out, lse)``."""
+    """Make the forward of any band of ``run(request, q, k, v, window, out, lse)``."""
 
     def forward(
         request: Request,
@@ -31,7 +31,7 @@ def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         out_BMHE: torch.Tensor,
         lse_BHM: torch.Tensor,
     ) -> None:
-        """Write out and lse; see ``Kernel.forward``."""
+        """Write out and lse of one block."""
         pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
         if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
             out_BMHE.zero_()
@@ -45,7 +45,7 @@ def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``Kernel.backward`` of ``run(request, dout, q, k, v, out, lse, window, dq, dk, dv)``."""
+    """Make the backward of any band of ``run(request, dout, q, k, v, out, lse, window, dq, dk, dv)``."""
 
     def backward(
         request: Request,
@@ -60,7 +60,7 @@ def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         dk_BNGD: torch.Tensor,
         dv_BNGE: torch.Tensor,
     ) -> None:
-        """Write dq and the shares of dk and dv; see ``Kernel.backward``."""
+        """Write dq, dk and dv of one block."""
         pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
         if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
             dq_BMHD.zero_()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "reference"
@@ -28,6 +29,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@forward_by_block
 def forward(
     request: Request,
     q_BMHD: torch.Tensor,
@@ -37,7 +39,7 @@ def forward(
     out_BMHE: torch.Tensor,
     lse_BHM: torch.Tensor,
 ) -> None:
-    """Write out and lse; see ``Kernel.forward``."""
+    """Write out and lse of one block."""
     groups = k_BNGD.shape[2]
     for rows, keys, tile_band in _tiles(band, q_BMHD.shape[1], k_BNGD.shape[1]):
         scores, _ = _scores(request, _heads_first(q_BMHD[:, rows], groups), k_BNGD[:, keys], tile_band)
@@ -48,6 +50,7 @@ def forward(
         lse_BHM[:, :, rows] = lse.flatten(1, 2).squeeze(-1)
 
 
+@backward_by_block
 def backward(
     request: Request,
     dout_BMHE: torch.Tensor,
@@ -61,7 +64,7 @@ def backward(
     dk_BNGD: torch.Tensor,
     dv_BNGE: torch.Tensor,
 ) -> None:
-    """Write dq and the shares of dk and dv (Dao 2023, arXiv:2307.08691, algorithm 2)."""
+    """Write dq, dk and dv of one block (Dao 2023, arXiv:2307.08691, algorithm 2)."""
     groups = k_BNGD.shape[2]
     dk_BNGD.zero_()
     dv_BNGE.zero_()

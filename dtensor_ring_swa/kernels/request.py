@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.block import Call
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Request:
 
 
 class Kernel(Protocol):
-    """Attention of one block. A module with these names is a kernel.
+    """Attention of the rows of a ``Call``. A module with these names is a kernel.
 
     Shapes: q ``[B, M, Hq, D]``, k ``[B, N, Hkv, D]``, v ``[B, N, Hkv, Dv]``, out ``[B, M, Hq, Dv]``,
     lse ``[B, Hq, M]`` (natural log, float32, or float64 for float64 inputs). Kernels write into the
@@ -57,11 +57,15 @@ class Kernel(Protocol):
         q_BMHD: torch.Tensor,
         k_BNGD: torch.Tensor,
         v_BNGE: torch.Tensor,
-        band: Band,
+        call: Call,
         out_BMHE: torch.Tensor,
         lse_BHM: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Write out and lse. A row that sees no key gets 0 and ``-inf``."""
+        """Write out and lse of all rows, joined with learned sinks if there are any.
+
+        A row that sees no key gets 0 and ``-inf``, or the sink.
+        """
         ...
 
     def backward(
@@ -73,10 +77,10 @@ class Kernel(Protocol):
         v_BNGE: torch.Tensor,
         out_BMHE: torch.Tensor,
         lse_BHM: torch.Tensor,
-        band: Band,
+        call: Call,
         dq_BMHD: torch.Tensor,
         dk_BNGD: torch.Tensor,
         dv_BNGE: torch.Tensor,
     ) -> None:
-        """Write dq in q's dtype, and this block's share of dk and dv in ``grad_dtype``."""
+        """Write dq of all rows in q's dtype, and the call's share of dk and dv of all keys in ``grad_dtype``."""
         ...

@@ -5,19 +5,28 @@ It shares no code with the package, so that it cannot share a mistake either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 
-def visible(seq_len: int, left: int, right: int) -> torch.Tensor:
+def visible(
+    seq_len: int, left: int, right: int, cu_seqlens: Sequence[int] | None = None, sink_tokens: int = 0
+) -> torch.Tensor:
     """Boolean ``[S, S]``: whether query row i sees key column j; -1 is unlimited."""
     position = torch.arange(seq_len)
     distance = position[None, :] - position[:, None]
     mask = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    edges = [0, seq_len] if cu_seqlens is None else list(cu_seqlens)
+    document, start = torch.empty(seq_len, dtype=torch.long), torch.empty(seq_len, dtype=torch.long)
+    for number, (first, last) in enumerate(pairwise(edges)):
+        document[first:last], start[first:last] = number, first
     if left >= 0:
-        mask &= distance >= -left
+        mask &= (distance >= -left) | (position - start < sink_tokens)
     if right >= 0:
         mask &= distance <= right
-    return mask
+    return mask & (document[None, :] == document[:, None])
 
 
 def dense_attention(
@@ -27,6 +36,9 @@ def dense_attention(
     window: tuple[int, int] = (-1, 0),
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    sink_tokens: int = 0,
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of a whole sequence by definition, differentiable by autograd.
 
@@ -37,6 +49,9 @@ def dense_attention(
         window: ``(left, right)`` tokens visible, self excluded; -1 is unlimited.
         scale: Factor on the scores; ``D ** -0.5`` by default.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 is off.
+        sinks_H: Learned sink logits ``[Hq]``.
+        sink_tokens: First tokens of each document that its later tokens see besides their window.
+        cu_seqlens: Boundaries of documents, of all or of each batch row.
 
     Returns:
         out ``[B, S, Hq, Dv]`` and lse ``[B, Hq, S]``, both float64.
@@ -47,5 +62,11 @@ def dense_attention(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(q.shape[1], *window).to(q.device), float("-inf"))
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+    rows = cu_seqlens if cu_seqlens is not None and len(cu_seqlens) and not isinstance(cu_seqlens[0], int) else [cu_seqlens]
+    masks = torch.stack([visible(q.shape[1], *window, row, sink_tokens) for row in rows])[:, None].to(q.device)
+    scores = scores.masked_fill(~masks, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : q.shape[1]]
+    return torch.einsum("bhij,bjhd->bihd", weights, v), scores.logsumexp(-1)
