@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import batch_of, read_text
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, 
 from dtensor_ring_swa import next_token_labels, shard_sequence, token_mean
 from dtensor_ring_swa.integrations.hf import attach, register
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 48,
 }  # fmt: skip
@@ -51,7 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def build(name: str) -> PreTrainedModel:
     """The same small model on every rank; every third layer of gemma3 sees all earlier tokens."""
     register()
-    more = {"sliding_window_pattern": 3, "query_pre_attn_scalar": 16} if name == "gemma3" else {}
+    more: dict[str, Any] = {"sliding_window_pattern": 3, "query_pre_attn_scalar": 16} if name == "gemma3" else {}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[name](**SIZES, **more), attn_implementation="ring")
 
@@ -62,7 +64,8 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[floa
     mesh = init_device_mesh(device.type, (args.dp, args.cp), mesh_dim_names=("dp", "cp"))
     # FSDP shards over all ranks: those of one sequence hold different tokens, like those of one batch.
     everyone = init_device_mesh(device.type, (args.dp * args.cp,), mesh_dim_names=("dp_cp",))
-    model = build(args.model).to(device)
+    model = build(args.model)
+    nn.Module.to(model, device)
     attach(model, mesh["cp"])
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=everyone)

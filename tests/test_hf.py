@@ -76,8 +76,9 @@ def tokens_of(batch: int, seq_len: int) -> torch.Tensor:
     return torch.randint(64, (batch, seq_len), generator=torch.Generator().manual_seed(0))
 
 
-def mesh_here() -> Any:
-    return mesh_of((dist.get_world_size(),), ("cp",))
+def mesh_here(ranks: int = 2) -> Any:
+    """The context-parallel axis: all four ranks, or two pairs that do the same."""
+    return mesh_of((dist.get_world_size() // ranks, ranks), ("dp", "cp"))["cp"]
 
 
 def run(model: Any, labels: torch.Tensor, count: int, inside: Any = None, **inputs: Any) -> torch.Tensor:
@@ -89,34 +90,34 @@ def run(model: Any, labels: torch.Tensor, count: int, inside: Any = None, **inpu
 
 
 @lru_cache
-def alone(name: str, batch: int, seq_len: int, ids: tuple[tuple[int, ...], ...] | None, **changes: Any) -> Any:
+def alone(name: str, batch: int, ids: tuple[tuple[int, ...], ...] | None, **inputs: Any) -> Any:
     """Logits, and gradients by parameter, of eager attention in one process; ``ids`` are position_ids."""
-    model, tokens = model_of(name), tokens_of(batch, seq_len)
-    inputs = changes if ids is None else {**changes, "position_ids": torch.tensor(ids)}
+    model, tokens = model_of(name), tokens_of(batch, 26)
+    inputs = inputs if ids is None else {**inputs, "position_ids": torch.tensor(ids)}
     logits = run(model, next_token_labels(tokens), tokens.numel(), input_ids=tokens, **inputs)
     return logits, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def difference(model: Any, logits: torch.Tensor, want: Any) -> tuple[float, float]:
+def difference(model: Any, mesh: Any, logits: torch.Tensor, want: Any) -> tuple[float, float]:
     """The largest difference of this rank's logits, and of any parameter's gradient once the ranks' are summed."""
     expected, gradients = want
-    worst = float((logits - shard_sequence(mesh_here(), expected)).abs().amax()) if logits.numel() else 0.0
+    worst = float((logits - shard_sequence(mesh, expected)).abs().amax())
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert grads.keys() == gradients.keys()
     for grad in grads.values():
-        dist.all_reduce(grad)
+        dist.all_reduce(grad, group=mesh.get_group())
     assert max(float(grad.abs().amax()) for grad in gradients.values()) > 0.01
     return worst, max(float((grads[name] - gradients[name]).abs().amax()) for name in grads)
 
 
-def attached(name: str, batch: int, seq_len: int, ids: Any = None, changed: Any = None, **inputs: Any) -> Any:
+def attached(name: str, ranks: int, ids: Any = None, changed: Any = None, **inputs: Any) -> tuple[float, float]:
     """How far the sharded model is from the whole; ``ids`` are position_ids, ``changed`` other configuration."""
-    model, tokens = model_of(name, **(changed or {})), tokens_of(batch, seq_len)
-    hf.attach(model, mesh_here())
-    mine, labels = shard_sequence(mesh_here(), tokens, next_token_labels(tokens))
-    placed = {} if ids is None else {"position_ids": shard_sequence(mesh_here(), torch.tensor(ids))}
+    model, tokens, mesh = model_of(name, **(changed or {})), tokens_of(2, 26), mesh_here(ranks)
+    hf.attach(model, mesh)
+    mine, labels = shard_sequence(mesh, tokens, next_token_labels(tokens))
+    placed = {} if ids is None else {"position_ids": shard_sequence(mesh, torch.tensor(ids))}
     logits = run(model, labels, tokens.numel(), input_ids=mine, **placed, **inputs)
-    return difference(model, logits, alone(name, batch, seq_len, ids, **inputs))
+    return difference(model, mesh, logits, alone(name, 2, ids, **inputs))
 
 
 def worst(results: list[tuple[float, float]]) -> float:
@@ -126,31 +127,27 @@ def worst(results: list[tuple[float, float]]) -> float:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_equal_one_process(pools: Pools, name: str, ranks: int) -> None:
-    assert worst(pools(ranks).run(attached, name, 2, 26)) < 1e-5
+    assert worst(pools(4).run(attached, name, ranks)) < 1e-5
 
 
 def attached_with_other_window(name: str) -> tuple[float, float]:
     key = "local_attention" if name == "modernbert" else "sliding_window"
-    return attached(name, 1, 26, changed={key: MODELS[name][1][key] + 2})
+    return attached(name, 2, changed={key: MODELS[name][1][key] + 2})
 
 
 @pytest.mark.parametrize("name", [name for name, (_, sizes) in MODELS.items() if name != "qwen3"])
 def test_the_window_is_not_lost(pools: Pools, name: str) -> None:
-    results = pools(2).run(attached_with_other_window, name)
+    results = pools(4).run(attached_with_other_window, name)
     assert results[1][0] > 1e-3 and results[0][1] > 1e-3
-
-
-def test_shards_may_be_empty(pools: Pools) -> None:
-    assert worst(pools(4).run(attached, "mistral", 2, 3)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_a_decoder_may_be_an_encoder(pools: Pools, name: str) -> None:
-    assert worst(pools(2).run(encoder, name)) < 1e-5
+    assert worst(pools(4).run(encoder, name)) < 1e-5
 
 
 def encoder(name: str) -> tuple[float, float]:
-    return attached(name, 2, 26, is_causal=False)
+    return attached(name, 2, is_causal=False)
 
 
 # Packed documents
@@ -166,33 +163,33 @@ OWN = (restarting(3, 14, 9), restarting(20, 6))
 
 @pytest.mark.parametrize("ids", [SAME, OWN, SAME[:1]], ids=["shared", "of each row", "one row"])
 def test_documents_from_position_ids(pools: Pools, ids: Any) -> None:
-    assert worst(pools(4).run(attached, "gemma3", 2, 26, ids)) < 1e-5
+    assert worst(pools(4).run(attached, "gemma3", 4, ids)) < 1e-5
 
 
-def attached_to_packed(edges: list[int], ids: Any, others: Any) -> tuple[float, float]:
+def attached_to_packed(ranks: int, edges: list[int], ids: Any, others: Any) -> tuple[float, float]:
     """Documents by ``cu_seq_lens_q``; the whole has them by position_ids."""
-    model, tokens = model_of("mistral"), tokens_of(1, 26)
-    hf.attach(model, mesh_here())
-    mine, labels = shard_sequence(mesh_here(), tokens, next_token_labels(tokens))
+    model, tokens, mesh = model_of("mistral"), tokens_of(1, 26), mesh_here(ranks)
+    hf.attach(model, mesh)
+    mine, labels = shard_sequence(mesh, tokens, next_token_labels(tokens))
     lengths = torch.tensor(edges, dtype=torch.int32)
-    placed = {} if ids is None else {"position_ids": shard_sequence(mesh_here(), torch.tensor(ids))}
+    placed = {} if ids is None else {"position_ids": shard_sequence(mesh, torch.tensor(ids))}
     logits = run(
         model, labels, 26, input_ids=mine, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=14, **placed
     )
-    return difference(model, logits, alone("mistral", 1, 26, others))
+    return difference(model, mesh, logits, alone("mistral", 1, others))
 
 
 def test_documents_from_cu_seq_lens(pools: Pools) -> None:
     edges = [0, 3, 17, 17, 26]
-    assert worst(pools(4).run(attached_to_packed, edges, None, SAME[:1])) < 1e-5
-    assert worst(pools(4).run(attached_to_packed, edges, SAME[:1], SAME[:1])) < 1e-5
+    assert worst(pools(4).run(attached_to_packed, 4, edges, None, SAME[:1])) < 1e-5
+    assert worst(pools(4).run(attached_to_packed, 4, edges, SAME[:1], SAME[:1])) < 1e-5
     # Without documents it is another result.
-    assert worst(pools(4).run(attached_to_packed, [0, 26], None, SAME[:1])) > 1e-3
+    assert worst(pools(4).run(attached_to_packed, 4, [0, 26], None, SAME[:1])) > 1e-3
 
 
 def test_a_shard_may_be_a_document_if_that_is_said(pools: Pools) -> None:
     ids = (restarting(13, 13),)
-    assert worst(pools(2).run(attached_to_packed, [0, 13, 26], ids, ids)) < 1e-5
+    assert worst(pools(4).run(attached_to_packed, 2, [0, 13, 26], ids, ids)) < 1e-5
 
 
 # In a context
@@ -208,13 +205,13 @@ def in_context(name: str, ids: Any, checkpointing: bool) -> tuple[float, float]:
     places = positions(None, 26)[None] if ids is None else torch.tensor(ids)
     mine, labels, placed = shard_sequence(mesh_here(), tokens, next_token_labels(tokens), places.expand(2, -1))
     logits = run(model, labels, 52, hf.context_parallel(mesh_here()), input_ids=mine, position_ids=placed)
-    return difference(model, logits, alone(name, 2, 26, ids))
+    return difference(model, mesh_here(), logits, alone(name, 2, ids))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("ids", [None, OWN], ids=["one document", "packed"])
 def test_in_a_context(pools: Pools, checkpointing: bool, ids: Any) -> None:
-    assert worst(pools(2).run(in_context, "gemma3", ids, checkpointing)) < 1e-5
+    assert worst(pools(4).run(in_context, "gemma3", ids, checkpointing)) < 1e-5
 
 
 def recomputed_by_reentrant_checkpoints() -> tuple[float, float]:
@@ -223,11 +220,11 @@ def recomputed_by_reentrant_checkpoints() -> tuple[float, float]:
     model.train().gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     mine, labels = shard_sequence(mesh_here(), tokens, next_token_labels(tokens))
-    return difference(model, run(model, labels, 52, input_ids=mine), alone("gemma3", 2, 26, None))
+    return difference(model, mesh_here(), run(model, labels, 52, input_ids=mine), alone("gemma3", 2, None))
 
 
 def test_reentrant_checkpoints(pools: Pools) -> None:
-    assert worst(pools(2).run(recomputed_by_reentrant_checkpoints)) < 1e-5
+    assert worst(pools(4).run(recomputed_by_reentrant_checkpoints)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["mistral", "modernbert"])
@@ -279,9 +276,13 @@ def call_in_context(name: str, **inputs: Any) -> None:
         model(tokens_of(1, 13), **inputs)
 
 
+def rank_here() -> int:
+    return mesh_here().get_local_rank()
+
+
 def padded_on_one_rank() -> torch.Tensor:
     mask = torch.ones(1, 13, dtype=torch.long)
-    mask[0, -1] = dist.get_rank() == 0
+    mask[0, -1] = rank_here() == 0
     return mask
 
 
@@ -289,7 +290,7 @@ def cached() -> None:
     hf.register()
     model = model_of("mistral")
     model.set_attn_implementation("ring")
-    run = shard(26, 2, dist.get_rank())
+    run = shard(26, 2, rank_here())
     with hf.context_parallel(mesh_here()):
         cache = model(tokens_of(1, 13), position_ids=torch.arange(run.start, run.stop)[None], use_cache=True).cache
         model(tokens_of(1, 1), cache=cache, position_ids=torch.tensor([[26]]))
@@ -297,7 +298,7 @@ def cached() -> None:
 
 def zigzag() -> torch.Tensor:
     slices = torch.arange(24).view(1, 4, 6)
-    return slices[:, [dist.get_rank(), 3 - dist.get_rank()]].flatten(1)
+    return slices[:, [rank_here(), 3 - rank_here()]].flatten(1)
 
 
 def places_here() -> torch.Tensor:
@@ -336,24 +337,24 @@ REFUSED: dict[str, Callable[..., None]] = {
         position_ids=shard_sequence(mesh_here(), torch.tensor([restarting(6, 20)])),
     ),
     "ValueError: the ranks disagree on cu_seq_lens_q": lambda: call(
-        cu_seq_lens_q=torch.tensor([0, 5 + dist.get_rank(), 26])
+        cu_seq_lens_q=torch.tensor([0, 5 + rank_here(), 26])
     ),
-    "ValueError: shards of [12, 13] tokens are not": lambda: call(input_ids=tokens_of(1, 12 + dist.get_rank())),
-    "ValueError: mesh must have one axis": lambda: hf.attach(model_of("mistral"), mesh_of((1, 2), ("dp", "cp"))),
+    "ValueError: shards of [12, 13] tokens are not": lambda: call(input_ids=tokens_of(1, 12 + rank_here())),
+    "ValueError: 1 tokens on 2 ranks leave": lambda: call(input_ids=tokens_of(1, 1 - rank_here())),
+    "ValueError: mesh must have one axis": lambda: hf.attach(model_of("mistral"), mesh_of((2, 2), ("dp", "cp"))),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_raises_on_every_rank(pools: Pools, case: str) -> None:
-    first, second = pools(2).run(refusal, case)
     # What one rank alone has found, its peers report.
     told = "ValueError: rank 1 of the context-parallel group refused its arguments"
-    assert second.startswith(case), second
-    assert first.startswith((case, told)), first
+    for rank, error in enumerate(pools(4).run(refusal, case)):
+        assert error.startswith(case if rank % 2 else (case, told)), error
 
 
 def test_dropout_is_off_in_evaluation(pools: Pools) -> None:
-    pools(2).run(call, "mistral", {"attention_dropout": 0.1}, False)
+    pools(4).run(call, "mistral", {"attention_dropout": 0.1}, False)
 
 
 def labelled() -> tuple[float, float]:
@@ -364,13 +365,14 @@ def labelled() -> tuple[float, float]:
     want = model(tokens, labels=tokens).loss
     hf.attach(model, mesh_here())
     mine, labels = shard_sequence(mesh_here(), tokens, shifted)
+    labels = labels.contiguous()
     loss = model(mine, labels=labels, shift_labels=labels, num_items_in_batch=(shifted >= 0).sum()).loss.detach()
-    dist.all_reduce(loss)
+    dist.all_reduce(loss, group=mesh_here().get_group())
     return float(loss), float(want)
 
 
 def test_loss_of_shifted_labels(pools: Pools) -> None:
-    for loss, want in pools(2).run(labelled):
+    for loss, want in pools(4).run(labelled):
         assert abs(loss - want) < 1e-5
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,15 +73,12 @@ def ring_attention_forward(
     _check_window(attention_mask.window, sliding_window, is_causal)
     tokens = attention_mask.settle(module, query, position_ids, cu_seq_lens_q)
     q_BSHD, k_BSGD, v_BSGE = (x.transpose(1, 2) for x in (query, key, value))
-    attend: Callable[..., torch.Tensor] = partial(
-        ring_attention, window=attention_mask.window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
-        mesh=attention_mask.mesh, seq_len=tokens.seq_len, deterministic=bool(deterministic),
+    out_BSHE = ring_attention(
+        q_BSHD, k_BSGD, v_BSGE, window=attention_mask.window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
+        cu_seqlens=tokens.documents, mesh=attention_mask.mesh, seq_len=tokens.seq_len,
+        deterministic=bool(deterministic),
     )  # fmt: skip
-    if len(tokens.documents) > 1:
-        # Every row of the batch has documents of its own.
-        rows = zip(q_BSHD.split(1), k_BSGD.split(1), v_BSGE.split(1), tokens.documents, strict=True)
-        return torch.cat([attend(q, k, v, cu_seqlens=row) for q, k, v, row in rows]), None
-    return attend(q_BSHD, k_BSGD, v_BSGE, cu_seqlens=next(iter(tokens.documents), None)), None
+    return out_BSHE, None
 
 
 def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.sequence import gather_sequence
@@ -25,12 +26,11 @@ class Tokens:
 
     Attributes:
         seq_len: Tokens of the whole sequence.
-        documents: Boundaries of packed documents, int32 ``[N + 1]``, of each row of the batch, or once for
-            all rows; empty if nothing is packed.
+        documents: Where packed documents begin; None if nothing is packed.
     """
 
     seq_len: int
-    documents: tuple[torch.Tensor, ...] = ()
+    documents: Documents | None = None
 
 
 def ranks_of(mesh: Mesh) -> int:
@@ -76,10 +76,15 @@ def settle(
         seq_len = agree(group_of(mesh), FACTS, facts, error)
     if edges is not None:
         _check_edges(edges, batch, seq_len)
-    packed = _packed(mesh, seq_len, position_ids, edges)
-    if len(set(packed)) == 1:
-        packed = packed[:1] if len(packed[0]) > 2 else []
-    return Tokens(seq_len, tuple(torch.tensor(row, dtype=torch.int32) for row in packed))
+    if not len(shard(seq_len, ranks_of(mesh), ranks_of(mesh) - 1)):
+        raise ValueError(
+            f"{seq_len} tokens on {ranks_of(mesh)} ranks leave the last rank none, with which transformers cannot "
+            "do; use fewer ranks, or longer sequences"
+        )
+    rows_of = _packed(mesh, seq_len, position_ids, edges)
+    if all(len(row) == 2 for row in rows_of):
+        return Tokens(seq_len)
+    return Tokens(seq_len, Documents(rows_of[0] if len(set(rows_of)) == 1 else rows_of, mesh))
 
 
 def _packed(
