@@ -17,23 +17,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from transformers import masking_utils
 
 from dtensor_ring_swa import Window, next_token_labels, positions, shard_sequence
+from dtensor_ring_swa.integrations import hf
+from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward
+from dtensor_ring_swa.integrations.hf_mask import RingMask
+from dtensor_ring_swa.integrations.hf_window import read_window
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.testing import RankPool
 
 from cases import mesh_of
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 
-from transformers import masking_utils  # noqa: E402
+@pytest.fixture(scope="module")
+def ranks(pools: Callable[[int], RankPool]) -> RankPool:
+    """Four ranks that have imported transformers, which takes each of them seconds."""
+    pools(4).run(tokens_of, 1, 1, timeout=240)
+    return pools(4)
 
-from dtensor_ring_swa.integrations import hf  # noqa: E402
-from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward  # noqa: E402
-from dtensor_ring_swa.integrations.hf_mask import RingMask  # noqa: E402
-from dtensor_ring_swa.integrations.hf_window import read_window  # noqa: E402
-
-Pools = Callable[[int], RankPool]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -45,9 +48,9 @@ HYBRID = ["sliding_attention", "full_attention"]
 # Configuration class and arguments. A shard of 26 tokens on 4 ranks has 7, so windows reach the neighbour and beyond.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**GROUPED, "head_dim": 8, "sliding_window": 9}),
-    "gemma2": ("Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8,
+    "gemma2": ("Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16,
                           "attn_logit_softcapping": 1.0}),
-    "gemma3": ("Gemma3Text", {**GROUPED, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8,
+    "gemma3": ("Gemma3Text", {**GROUPED, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16,
                               "layer_types": HYBRID}),
     "gpt_oss": ("GptOss", {**GROUPED, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2,
                            "num_experts_per_tok": 1}),
@@ -76,9 +79,9 @@ def tokens_of(batch: int, seq_len: int) -> torch.Tensor:
     return torch.randint(64, (batch, seq_len), generator=torch.Generator().manual_seed(0))
 
 
-def mesh_here(ranks: int = 2) -> Any:
+def mesh_here(sharers: int = 2) -> Any:
     """The context-parallel axis: all four ranks, or two pairs that do the same."""
-    return mesh_of((dist.get_world_size() // ranks, ranks), ("dp", "cp"))["cp"]
+    return mesh_of((dist.get_world_size() // sharers, sharers), ("dp", "cp"))["cp"]
 
 
 def run(model: Any, labels: torch.Tensor, count: int, inside: Any = None, **inputs: Any) -> torch.Tensor:
@@ -110,9 +113,9 @@ def difference(model: Any, mesh: Any, logits: torch.Tensor, want: Any) -> tuple[
     return worst, max(float((grads[name] - gradients[name]).abs().amax()) for name in grads)
 
 
-def attached(name: str, ranks: int, ids: Any = None, changed: Any = None, **inputs: Any) -> tuple[float, float]:
+def attached(name: str, sharers: int, ids: Any = None, changed: Any = None, **inputs: Any) -> tuple[float, float]:
     """How far the sharded model is from the whole; ``ids`` are position_ids, ``changed`` other configuration."""
-    model, tokens, mesh = model_of(name, **(changed or {})), tokens_of(2, 26), mesh_here(ranks)
+    model, tokens, mesh = model_of(name, **(changed or {})), tokens_of(2, 26), mesh_here(sharers)
     hf.attach(model, mesh)
     mine, labels = shard_sequence(mesh, tokens, next_token_labels(tokens))
     placed = {} if ids is None else {"position_ids": shard_sequence(mesh, torch.tensor(ids))}
@@ -124,10 +127,10 @@ def worst(results: list[tuple[float, float]]) -> float:
     return max(max(result) for result in results)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sharers", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_equal_one_process(pools: Pools, name: str, ranks: int) -> None:
-    assert worst(pools(4).run(attached, name, ranks)) < 1e-5
+def test_logits_and_gradients_equal_one_process(ranks: RankPool, name: str, sharers: int) -> None:
+    assert worst(ranks.run(attached, name, sharers)) < 1e-5
 
 
 def attached_with_other_window(name: str) -> tuple[float, float]:
@@ -136,14 +139,14 @@ def attached_with_other_window(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, sizes) in MODELS.items() if name != "qwen3"])
-def test_the_window_is_not_lost(pools: Pools, name: str) -> None:
-    results = pools(4).run(attached_with_other_window, name)
+def test_the_window_is_not_lost(ranks: RankPool, name: str) -> None:
+    results = ranks.run(attached_with_other_window, name)
     assert results[1][0] > 1e-3 and results[0][1] > 1e-3
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_a_decoder_may_be_an_encoder(pools: Pools, name: str) -> None:
-    assert worst(pools(4).run(encoder, name)) < 1e-5
+def test_a_decoder_may_be_an_encoder(ranks: RankPool, name: str) -> None:
+    assert worst(ranks.run(encoder, name)) < 1e-5
 
 
 def encoder(name: str) -> tuple[float, float]:
@@ -162,13 +165,13 @@ OWN = (restarting(3, 14, 9), restarting(20, 6))
 
 
 @pytest.mark.parametrize("ids", [SAME, OWN, SAME[:1]], ids=["shared", "of each row", "one row"])
-def test_documents_from_position_ids(pools: Pools, ids: Any) -> None:
-    assert worst(pools(4).run(attached, "gemma3", 4, ids)) < 1e-5
+def test_documents_from_position_ids(ranks: RankPool, ids: Any) -> None:
+    assert worst(ranks.run(attached, "gemma3", 4, ids)) < 1e-5
 
 
-def attached_to_packed(ranks: int, edges: list[int], ids: Any, others: Any) -> tuple[float, float]:
+def attached_to_packed(sharers: int, edges: list[int], ids: Any, others: Any) -> tuple[float, float]:
     """Documents by ``cu_seq_lens_q``; the whole has them by position_ids."""
-    model, tokens, mesh = model_of("mistral"), tokens_of(1, 26), mesh_here(ranks)
+    model, tokens, mesh = model_of("mistral"), tokens_of(1, 26), mesh_here(sharers)
     hf.attach(model, mesh)
     mine, labels = shard_sequence(mesh, tokens, next_token_labels(tokens))
     lengths = torch.tensor(edges, dtype=torch.int32)
@@ -179,17 +182,17 @@ def attached_to_packed(ranks: int, edges: list[int], ids: Any, others: Any) -> t
     return difference(model, mesh, logits, alone("mistral", 1, others))
 
 
-def test_documents_from_cu_seq_lens(pools: Pools) -> None:
+def test_documents_from_cu_seq_lens(ranks: RankPool) -> None:
     edges = [0, 3, 17, 17, 26]
-    assert worst(pools(4).run(attached_to_packed, 4, edges, None, SAME[:1])) < 1e-5
-    assert worst(pools(4).run(attached_to_packed, 4, edges, SAME[:1], SAME[:1])) < 1e-5
+    assert worst(ranks.run(attached_to_packed, 4, edges, None, SAME[:1])) < 1e-5
+    assert worst(ranks.run(attached_to_packed, 4, edges, SAME[:1], SAME[:1])) < 1e-5
     # Without documents it is another result.
-    assert worst(pools(4).run(attached_to_packed, 4, [0, 26], None, SAME[:1])) > 1e-3
+    assert worst(ranks.run(attached_to_packed, 4, [0, 26], None, SAME[:1])) > 1e-3
 
 
-def test_a_shard_may_be_a_document_if_that_is_said(pools: Pools) -> None:
+def test_a_shard_may_be_a_document_if_that_is_said(ranks: RankPool) -> None:
     ids = (restarting(13, 13),)
-    assert worst(pools(4).run(attached_to_packed, 2, [0, 13, 26], ids, ids)) < 1e-5
+    assert worst(ranks.run(attached_to_packed, 2, [0, 13, 26], ids, ids)) < 1e-5
 
 
 # In a context
@@ -210,8 +213,8 @@ def in_context(name: str, ids: Any, checkpointing: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("ids", [None, OWN], ids=["one document", "packed"])
-def test_in_a_context(pools: Pools, checkpointing: bool, ids: Any) -> None:
-    assert worst(pools(4).run(in_context, "gemma3", ids, checkpointing)) < 1e-5
+def test_in_a_context(ranks: RankPool, checkpointing: bool, ids: Any) -> None:
+    assert worst(ranks.run(in_context, "gemma3", ids, checkpointing)) < 1e-5
 
 
 def recomputed_by_reentrant_checkpoints() -> tuple[float, float]:
@@ -223,8 +226,8 @@ def recomputed_by_reentrant_checkpoints() -> tuple[float, float]:
     return difference(model, mesh_here(), run(model, labels, 52, input_ids=mine), alone("gemma3", 2, None))
 
 
-def test_reentrant_checkpoints(pools: Pools) -> None:
-    assert worst(pools(4).run(recomputed_by_reentrant_checkpoints)) < 1e-5
+def test_reentrant_checkpoints(ranks: RankPool) -> None:
+    assert worst(ranks.run(recomputed_by_reentrant_checkpoints)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["mistral", "modernbert"])
@@ -346,15 +349,15 @@ REFUSED: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_honoured_raises_on_every_rank(pools: Pools, case: str) -> None:
+def test_what_cannot_be_honoured_raises_on_every_rank(ranks: RankPool, case: str) -> None:
     # What one rank alone has found, its peers report.
     told = "ValueError: rank 1 of the context-parallel group refused its arguments"
-    for rank, error in enumerate(pools(4).run(refusal, case)):
+    for rank, error in enumerate(ranks.run(refusal, case)):
         assert error.startswith(case if rank % 2 else (case, told)), error
 
 
-def test_dropout_is_off_in_evaluation(pools: Pools) -> None:
-    pools(4).run(call, "mistral", {"attention_dropout": 0.1}, False)
+def test_dropout_is_off_in_evaluation(ranks: RankPool) -> None:
+    ranks.run(call, "mistral", {"attention_dropout": 0.1}, False)
 
 
 def labelled() -> tuple[float, float]:
@@ -371,8 +374,8 @@ def labelled() -> tuple[float, float]:
     return float(loss), float(want)
 
 
-def test_loss_of_shifted_labels(pools: Pools) -> None:
-    for loss, want in pools(4).run(labelled):
+def test_loss_of_shifted_labels(ranks: RankPool) -> None:
+    for loss, want in ranks.run(labelled):
         assert abs(loss - want) < 1e-5
 
 
@@ -460,13 +463,13 @@ def train(dp: int, cp: int) -> list[tuple[float, float]]:
     return list(hf_finetune.train(args, torch.device("cpu")))
 
 
-def test_example_gives_the_same_losses_on_every_mesh(pools: Pools) -> None:
+def test_example_gives_the_same_losses_on_every_mesh(ranks: RankPool) -> None:
     command = [sys.executable, str(ROOT / "examples" / "hf_finetune.py"), *FLAGS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     alone = [(float(line.split()[3]), float(line.split()[5])) for line in done.stdout.splitlines()]
     assert len(alone) == 4 and alone[-1][0] < alone[0][0] - 0.1
     for dp, cp in ((2, 2), (1, 4)):
-        for losses in pools(4).run(train, dp, cp):
+        for losses in ranks.run(train, dp, cp):
             for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
                 assert abs(loss - loss_alone) < 1e-5 and abs(norm / norm_alone - 1) < 1e-4

@@ -100,13 +100,14 @@ def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
 
 def _check_window(window: Window, sliding_window: int | None, is_causal: bool | None) -> None:
     """Raise ValueError if a layer says something else than its mask, whose word would be lost otherwise."""
-    # A window to both sides counts the query's own key in some models, in others it does not.
-    fits = (window.left + 1,) if window.right == 0 else (window.left, window.left + 1)
-    if sliding_window is not None and (window.left == UNLIMITED or sliding_window not in fits):
-        raise ValueError(
-            f"the layer's sliding_window={sliding_window} contradicts its mask, which shows ({window.left}, "
-            f"{window.right}) tokens; use another attn_implementation for this model"
-        )
+    if sliding_window is not None:
+        # A window to both sides counts the query's own key in some models, in others it does not.
+        fits = sliding_window == window.left + 1 or (window.right != 0 and sliding_window == window.left)
+        if window.left == UNLIMITED or not fits:
+            raise ValueError(
+                f"the layer's sliding_window={sliding_window} contradicts its mask, which shows ({window.left}, "
+                f"{window.right}) tokens; use another attn_implementation for this model"
+            )
     if is_causal is not None and bool(is_causal) != (window.right == 0):
         raise ValueError(
             f"is_causal={is_causal} contradicts the model's mask, which shows ({window.left}, {window.right}) tokens; "

@@ -22,17 +22,19 @@ from dtensor_ring_swa.window import UNLIMITED, Window
 MaskFunction = Callable[..., Any]
 
 
-def _code(function: MaskFunction) -> CodeType | None:
+def _code(function: MaskFunction | None) -> CodeType | None:
     return getattr(function, "__code__", None)
 
 
-# Samples of each block; seen on transformers 5.24.
+# Samples of each block; seen on transformers 5.10 to 5.24.
 _CAUSAL = masking_utils.causal_mask_function
 _AND = _code(masking_utils.and_masks(_CAUSAL))
 _LEFT = _code(masking_utils.sliding_window_overlay(1))
 _BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
-_REMAPPED = _code(masking_utils.remap_positions_for_packed_sequence(_CAUSAL, torch.zeros(1, 1)))
 _PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
+# Older versions do without it.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = _code(_remap and _remap(_CAUSAL, torch.zeros(1, 1)))
 
 
 def read_window(mask_function: MaskFunction) -> Window:
@@ -69,7 +71,7 @@ def _blocks(mask_function: MaskFunction) -> Iterator[MaskFunction]:
     if _code(mask_function) == _AND:
         for part in _value(mask_function):
             yield from _blocks(part)
-    elif _code(mask_function) == _REMAPPED:
+    elif _REMAPPED and _code(mask_function) == _REMAPPED:
         # Positions within a document differ from those in the sequence by a constant, which no window sees.
         yield from _blocks(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
     else:
