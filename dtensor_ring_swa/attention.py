@@ -38,15 +38,17 @@ CuSeqlens = torch.Tensor | Documents | Sequence[Sequence[int]] | Sequence[torch.
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: WindowLike = ..., scale: float | None = ...,
     softcap: float = ..., sinks: torch.Tensor | None = ..., sink_tokens: int = ..., cu_seqlens: CuSeqlens | None = ...,
-    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
-    deterministic: bool = ..., seq_len: int | None = ..., return_lse: Literal[False] = ...,
+    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ...,
+    mesh: DeviceMesh | ProcessGroup | None = ..., deterministic: bool = ..., seq_len: int | None = ...,
+    return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: WindowLike = ..., scale: float | None = ...,
     softcap: float = ..., sinks: torch.Tensor | None = ..., sink_tokens: int = ..., cu_seqlens: CuSeqlens | None = ...,
-    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ..., mesh: DeviceMesh | ProcessGroup | None = ...,
-    deterministic: bool = ..., seq_len: int | None = ..., return_lse: Literal[True],
+    layout: str = ..., load_balance: str = ..., exchange: str = ..., kernel: str = ...,
+    mesh: DeviceMesh | ProcessGroup | None = ..., deterministic: bool = ..., seq_len: int | None = ...,
+    return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def ring_attention(
     q: torch.Tensor,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.layout import Run
 from dtensor_ring_swa.packing import Boundaries, documents_within
-from dtensor_ring_swa.window import UNLIMITED, Window
+from dtensor_ring_swa.window import Window
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Call:
 
 def _overlap(spans: Iterable[tuple[int, int]]) -> bool:
     ordered = sorted(spans)
-    return any(first[1] > second[0] for first, second in zip(ordered, ordered[1:], strict=False))
+    return any(first[1] > second[0] for first, second in pairwise(ordered))
 
 
 def _covers(spans: Iterable[tuple[int, int]], length: int) -> bool:
@@ -139,7 +139,7 @@ def blocks_between(
         boundaries: Where documents begin and end.
         sink_tokens: First tokens of a document that all of its later tokens see.
     """
-    left, right = (None if side == UNLIMITED else side for side in window)
+    left, right = window.sides
     spans = ((min(run.start for run in runs), max(run.stop for run in runs)) for runs in (queries, keys))
     found: list[Block] = []
     for document in documents_within(boundaries, *spans):
@@ -169,7 +169,9 @@ def _visible(
             if len(q_part) and len(k_part):
                 rows, columns, band = Band.between(q_part, k_part, left, right).trim(len(q_part), len(k_part))
                 if rows:
-                    block = Block(rows.start, rows.stop, columns.start, columns.stop, band.clip(len(rows), len(columns)))
+                    block = Block(
+                        rows.start, rows.stop, columns.start, columns.stop, band.clip(len(rows), len(columns))
+                    )
                     found.append(block.moved(q_start + q_skipped, k_start + k_skipped))
             k_start += len(k_run)
         q_start += len(q_run)

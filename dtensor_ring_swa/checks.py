@@ -152,6 +152,6 @@ def check_documents(documents: Documents, batch: int, seq_len: int | None) -> No
         )
     if seq_len is not None and documents.seq_len != seq_len:
         raise ValueError(
-            f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got {documents.seq_len}; make "
-            "padding a document of its own"
+            f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got cu_seqlens[-1] = "
+            f"{documents.seq_len}; make padding a document of its own"
         )

@@ -109,9 +109,7 @@ class Documents:
 
 
 @lru_cache(maxsize=64)
-def _local(
-    boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device
-) -> LocalDocuments:
+def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device) -> LocalDocuments:
     plan = make_plan(boundaries[-1], ranks, rank, window, boundaries)
     keys = plan.start - plan.left, plan.stop + plan.right
     spans = list(documents_within(boundaries, (plan.start, plan.stop)))
@@ -128,9 +126,7 @@ def _local(
     return LocalDocuments(q, k, longest_q, longest_k)
 
 
-def documents_from_position_ids(
-    position_ids: torch.Tensor, mesh: DeviceMesh | ProcessGroup | None = None
-) -> Documents:
+def documents_from_position_ids(position_ids: torch.Tensor, mesh: DeviceMesh | ProcessGroup | None = None) -> Documents:
     """Documents from positions that count up within each and start again at the next.
 
     Args:
@@ -143,9 +139,7 @@ def documents_from_position_ids(
     return Documents(_boundaries(starts), mesh)
 
 
-def documents_from_eos(
-    tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | ProcessGroup | None = None
-) -> Documents:
+def documents_from_eos(tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | ProcessGroup | None = None) -> Documents:
     """Documents that each end with an end-of-sequence token, the last one with or without.
 
     Args:

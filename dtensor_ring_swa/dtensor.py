@@ -38,9 +38,7 @@ class _Shards:
         return wrap(local, self.mesh, placements, shape)
 
 
-def _unwrap(
-    q: DTensor, k: DTensor, v: DTensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> _Shards:
+def _unwrap(q: DTensor, k: DTensor, v: DTensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> _Shards:
     how, mesh = check_dtensors(q, k, v, None), q.device_mesh
     local_q, local_k, local_v = (x._local_tensor for x in (q, k, v))
     heads = KeyHeads.of(mesh, how.head_axes, q.shape[2], k.shape[2]) if how.shared_kv else None

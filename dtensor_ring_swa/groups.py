@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.layout import shard
+
+T = TypeVar("T")
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup) -> ProcessGroup:
@@ -129,3 +131,13 @@ def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error
             "shard with shard_sequence(mesh, ...)"
         )
     return total
+
+
+def gather_objects(group: ProcessGroup, mine: T) -> list[T]:
+    """What every rank of ``group`` passes, by rank, sent between hosts. Collective.
+
+    Let the ranks ``agree`` first: a rank that raises instead of calling leaves its peers waiting.
+    """
+    table: list[T] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(table, mine, group=_host_group(group))
+    return table

@@ -52,8 +52,10 @@ def halo_backward(
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
     halo: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    dsinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv.
+    """dq, dk and dv; the share of the learned sinks' gradient is added to ``dsinks_H``.
 
     Boundary rows come first, so that the halo's gradients travel home while the interior is computed.
     """
@@ -67,7 +69,7 @@ def halo_backward(
             dk, dv = buffers = grads.buffers(call)
             kernel.backward(
                 request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(call), out_BSHE[:, rows],
-                lse_BHS[:, :, rows], call, dq[:, rows], dk, dv,
+                lse_BHS[:, :, rows], call, dq[:, rows], dk, dv, sinks_H, dsinks_H,
             )  # fmt: skip
             grads.add(call, buffers)
 

@@ -13,7 +13,6 @@ import torch
 
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.kernels import Request, choose
-from dtensor_ring_swa.merge import sinks_gradient
 from dtensor_ring_swa.schedule import Geometry, Schedule
 from dtensor_ring_swa.window import Window
 
@@ -70,8 +69,8 @@ def attention(
     chosen = choose(kernel, request)
     out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
     for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
-        inputs = (x[rows] for x in (q_BSHD, k_BSGD, v_BSGE))
-        schedule.forward(chosen, request, *inputs, _rows_of(kept, rows, q_BSHD.shape[0]), out[rows], lse[rows], sinks_H)
+        halo = _rows_of(kept, rows, q_BSHD.shape[0])
+        schedule.forward(chosen, request, q_BSHD[rows], k_BSGD[rows], v_BSGE[rows], halo, out[rows], lse[rows], sinks_H)
     return out, lse, kept
 
 
@@ -106,15 +105,27 @@ def attention_backward(
     geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
     request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
     chosen = choose(kernel, request)
-    tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
-    grads = [
-        schedule.backward(chosen, request, *(x[rows] for x in tensors), _rows_of(kept, rows, q_BSHD.shape[0]))
-        for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0])
-    ]
+    dsinks = None if sinks_H is None else lse_BHS.new_zeros(sinks_H.shape)
+    grads = []
+    for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
+        halo = _rows_of(kept, rows, q_BSHD.shape[0])
+        grads.append(
+            schedule.backward(
+                chosen,
+                request,
+                dout_BSHE[rows],
+                q_BSHD[rows],
+                k_BSGD[rows],
+                v_BSGE[rows],
+                out_BSHE[rows],
+                lse_BHS[rows],
+                halo,
+                sinks_H,
+                dsinks,
+            )
+        )
     dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
-    if sinks_H is None:
-        return dq, dk, dv, dq.new_empty(0)
-    return dq, dk, dv, sinks_gradient(sinks_H, dout_BSHE, out_BSHE, lse_BHS).to(sinks_H.dtype)
+    return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)
 
 
 @attention.register_fake
@@ -173,9 +184,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[torch.Tens
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _sequences(
-    geometry: Geometry, cu_seqlens: torch.Tensor | None, batch: int
-) -> list[tuple[slice, Schedule]]:
+def _sequences(geometry: Geometry, cu_seqlens: torch.Tensor | None, batch: int) -> list[tuple[slice, Schedule]]:
     """Schedules and the batch rows that follow each: all of them, or where rows have own documents, one."""
     if cu_seqlens is None or cu_seqlens.ndim == 1:
         return [(slice(0, batch), Schedule(geometry, None if cu_seqlens is None else tuple(cu_seqlens.tolist())))]

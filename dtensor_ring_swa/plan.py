@@ -169,9 +169,7 @@ def make_plan(
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(
-    seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int
-) -> Plan:
+def _make_plan(seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int) -> Plan:
     check_boundaries(boundaries, seq_len)
     mine = shard(seq_len, ranks, rank)
     whole = _Needs(seq_len, ranks, window, boundaries, sink_tokens)
@@ -211,7 +209,7 @@ class _Needs:
         """Only the documents that straddle the shard's two ends have tokens elsewhere."""
         mine, (reach_left, reach_right) = shard(self.seq_len, self.ranks, rank), self.window.reach(self.seq_len)
         if not len(mine):
-            return (Run(mine.start, mine.start),) * 3
+            return mine, mine, mine
         first, _ = document_at(self.boundaries, mine.start)
         _, last = document_at(self.boundaries, mine.stop - 1)
         left = Run(max(first, mine.start - reach_left), mine.start)

@@ -150,9 +150,7 @@ def balanced_layout(
     return "zigzag"
 
 
-def imbalance(
-    layout: str, seq_len: int, ranks: int, window: Window, boundaries: Boundaries | None = None
-) -> float:
+def imbalance(layout: str, seq_len: int, ranks: int, window: Window, boundaries: Boundaries | None = None) -> float:
     """(query, key) pairs of the busiest rank over the mean of all ranks."""
     return _imbalance(layout, seq_len, ranks, window, boundaries or (0, seq_len))
 

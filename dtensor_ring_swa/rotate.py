@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.exchange import Exchange, Rows, pack
 from dtensor_ring_swa.kernels import Kernel, Request
-from dtensor_ring_swa.merge import join_sinks_, merge_
+from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
 from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.ring import Ring, Step
 
@@ -57,6 +57,8 @@ def rotate_backward(
     v_BSGE: torch.Tensor,
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    dsinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv: sums over the steps in float32, rounded once.
 
@@ -83,6 +85,8 @@ def rotate_backward(
         else:
             way_home.leave(group, step, shares)
     way_home.arrive()
+    if sinks_H is not None and dsinks_H is not None:
+        dsinks_H += sinks_gradient(sinks_H, dout_BSHE, out_BSHE, lse_BHS)
     return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGE.dtype)
 
 

@@ -162,18 +162,21 @@ class Schedule:
         out_BSHE: torch.Tensor,
         lse_BHS: torch.Tensor,
         halo: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        dsinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk and dv: forward transposed."""
+        """dq, dk and dv: forward transposed. The share of the sinks' gradient is added to ``dsinks_H``."""
         group = self._group(q_BSHD.device)
         tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
         if not self.is_ring:
-            return halo_backward(self.plan, group, kernel, request, *tensors, lse_BHS, halo)
+            return halo_backward(self.plan, group, kernel, request, *tensors, lse_BHS, halo, sinks_H, dsinks_H)
         ring = self.ring
         if self.compute_layout == self.layout or group is None:
-            return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS)
+            return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS, sinks_H, dsinks_H)
         (lse,) = self._dealt(group, lse_BHS.transpose(1, 2))
         dout, q, k, v, out = self._dealt(group, *tensors)
-        grads = rotate_backward(ring, group, kernel, request, dout, q, k, v, out, lse.transpose(1, 2).contiguous())
+        lse = lse.transpose(1, 2).contiguous()
+        grads = rotate_backward(ring, group, kernel, request, dout, q, k, v, out, lse, sinks_H, dsinks_H)
         dq, dk, dv = self._dealt_back(group, *grads)
         return dq, dk, dv
 
@@ -189,10 +192,10 @@ class Schedule:
 @lru_cache(maxsize=256)
 def _warn_of_waste(ring: Ring, plan: Plan, row_bytes: int) -> None:
     """Say once what a limited window costs in a layout that scatters neighbours over the ranks."""
-    fetched, needed = ring.received_rows, plan.received_rows
+    fetched, needed, window = ring.received_rows, plan.received_rows, ring.window
     if fetched > 2 * needed:
         warnings.warn(
-            f"window ({ring.window.left}, {ring.window.right}) in layout {ring.layout!r} makes rank {ring.rank} receive "
+            f"window ({window.left}, {window.right}) in layout {ring.layout!r} makes rank {ring.rank} receive "
             f"{fetched * row_bytes} bytes of K and V; with contiguous shards and load_balance='auto' it would be "
             f"{needed * row_bytes}",
             stacklevel=2,

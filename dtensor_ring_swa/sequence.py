@@ -10,7 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring_swa.checks import check_layout
+from dtensor_ring_swa.attention import CuSeqlens
+from dtensor_ring_swa.checks import check_documents, check_layout
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.dtensor import wrap
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import Run, runs
@@ -154,7 +156,7 @@ def _positions(held: tuple[Run, ...], device: torch.device | str | None) -> torc
 
 
 def next_token_labels(
-    tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, ignore_index: int = IGNORE_INDEX
+    tokens: torch.Tensor, cu_seqlens: CuSeqlens | None = None, ignore_index: int = IGNORE_INDEX
 ) -> torch.Tensor:
     """Labels for next-token prediction, shifted while the sequence is whole.
 
@@ -162,23 +164,31 @@ def next_token_labels(
 
     Args:
         tokens: Integer tokens ``[..., S]``.
-        cu_seqlens: Boundaries of packed documents ``[N + 1]``; a document's last token has no label.
+        cu_seqlens: Boundaries of packed documents, from 0 to S: ``[N + 1]``, or ``[B, N + 1]`` for tokens
+            ``[B, S]`` with documents of their own in each row, or ``Documents``. A document's last
+            token has no label.
         ignore_index: The label of tokens with nothing to predict; ``F.cross_entropy``'s default.
 
     Returns:
         int64 labels of tokens' shape.
 
     Raises:
-        ValueError: If a boundary lies outside the sequence.
+        ValueError: If the boundaries do not fit the tokens; see ``ring_attention``.
     """
-    seq_len = tokens.shape[-1]
     labels = torch.full(tokens.shape, ignore_index, dtype=torch.long, device=tokens.device)
     labels[..., :-1] = tokens[..., 1:]
-    if cu_seqlens is not None:
-        if cu_seqlens.numel() and not 0 <= int(cu_seqlens.min()) <= int(cu_seqlens.max()) <= seq_len:
-            raise ValueError(f"cu_seqlens must lie in [0, {seq_len}], got {cu_seqlens.tolist()}")
-        ends = cu_seqlens.to(tokens.device, torch.long)
-        labels[..., ends[ends > 0] - 1] = ignore_index
+    if cu_seqlens is None:
+        return labels
+    documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
+    ends = documents.cu_seqlens
+    if ends.ndim == 2 and tokens.ndim != 2:
+        raise ValueError(f"cu_seqlens [B, N + 1] need tokens [B, S], got {list(ends.shape)} for {list(tokens.shape)}")
+    check_documents(documents, tokens.shape[0] if tokens.ndim == 2 else 1, tokens.shape[-1])
+    if ends.ndim == 1:
+        labels[..., ends[ends > 0].to(tokens.device) - 1] = ignore_index
+    else:
+        row, document = (ends > 0).nonzero(as_tuple=True)
+        labels[row.to(tokens.device), (ends[row, document] - 1).to(tokens.device)] = ignore_index
     return labels
 
 

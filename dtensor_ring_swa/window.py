@@ -91,6 +91,14 @@ class Window:
         window = cls.of(window_size)
         return cls(window.left, 0) if causal else window
 
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """The two distances in tokens, None where unlimited."""
+        return (
+            None if self.left == UNLIMITED else self.left,
+            None if self.right == UNLIMITED else self.right,
+        )
+
     def reach(self, seq_len: int) -> tuple[int, int]:
         """The two distances in tokens, cut to what a sequence of ``seq_len`` tokens can hold."""
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,7 @@ def on_mesh(case: Case, mesh: DeviceMesh) -> list[torch.Tensor]:
     if sinks is not None and not isinstance(sinks, DTensor):
         grads = [*grads[:3], summed_over_shards(grads[3], case, mesh)]
     elif sinks is not None:
-        assert grads[3].placements == sinks.placements
+        assert isinstance(grads[3], DTensor) and grads[3].placements == sinks.placements
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out.detach(), lse, *grads)]
 
 

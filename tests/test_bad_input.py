@@ -33,7 +33,10 @@ def qkv(**shapes: Any) -> dict[str, Any]:
         ({"q": (1, 4, 3, 8)}, r"multiple of those of k and v .*q \[1, 4, 3, 8\]"),
         ({"v": (1, 4, 1, 8)}, "same number of heads"),
         ({"k": (1, 4, 2, 6)}, "q and k must have the same head dim"),
-        ({"q": (4, 2, 8)}, r"q must be \[batch, sequence, heads, head_dim\], got 3 dims"),
+        (
+            {"q": (4, 2, 8)},
+            r"q must be \[batch, sequence, heads, head_dim\], or \[tokens, .* with cu_seqlens, got 3 dims",
+        ),
         ({"q": (1, 4, 0, 8)}, "at least 1"),
     ],
 )
@@ -58,7 +61,23 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"layout": "spiral"}, "layout must be"),
         ({"load_balance": "maybe"}, "load_balance must be"),
         ({"layout": "striped", "load_balance": "zigzag"}, "re-deals contiguous shards"),
-        ({"sink_tokens": -1}, "sink_tokens"),
+        ({"exchange": "broadcast"}, "exchange must be"),
+        ({"sink_tokens": -1}, r"sink_tokens must be a number of tokens >= 0, got -1"),
+        ({"sink_tokens": 1.0}, r"sink_tokens .* got 1\.0"),
+        ({"sink_tokens": True}, r"sink_tokens .* got True"),
+        ({"sinks": torch.zeros(3)}, r"logit for each of the \[2\] query heads, got 3"),
+        ({"sinks": torch.zeros(1)}, r"logit for each of the \[2\] query heads, got 1"),
+        ({"sinks": torch.zeros(2, 1)}, r"sinks must be a float tensor \[2\].* got torch\.float32 \[2, 1\]"),
+        ({"sinks": torch.zeros(2).long()}, r"sinks must be a float tensor .* got torch\.int64 \[2\]"),
+        ({"sinks": [0.0, 0.0]}, r"sinks must be a float tensor .* got \[0\.0, 0\.0\]"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks and q must be on one device, got meta and cpu"),
+        ({"cu_seqlens": torch.tensor([1, 4])}, r"start at 0 .* cu_seqlens\[0\] = 1"),
+        ({"cu_seqlens": torch.tensor([0])}, r"at least 2 entries, got 1 entries"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, r"must not decrease, got cu_seqlens\[2\] = 2 after 3"),
+        ({"cu_seqlens": torch.tensor([0, 3, 5])}, r"end at the 4 tokens .* got cu_seqlens\[-1\] = 5; make padding"),
+        ({"cu_seqlens": [0, 3]}, r"end at the 4 tokens .* got cu_seqlens\[-1\] = 3; make padding"),
+        ({"cu_seqlens": torch.tensor([[0, 4], [0, 4]])}, r"got \[2, 2\] for 1 rows"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, r"must be int32 or int64 .* got torch\.float32 \[2\]"),
         ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
         ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
     ],
@@ -68,16 +87,10 @@ def test_options(option: dict[str, Any], message: str) -> None:
         ring_attention(**qkv(), **option)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"kernel": "aten"}, {"kernel": "flash"}, {"sinks": torch.zeros(2)}, {"sink_tokens": 4},
-        {"cu_seqlens": torch.tensor([0, 4])},
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_never_dropped(option: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        ring_attention(**qkv(), **option)
+@pytest.mark.parametrize("kernel", ["aten", "flash"])
+def test_what_a_kernel_cannot_do_is_never_dropped(kernel: str) -> None:
+    with pytest.raises(NotImplementedError, match=kernel):
+        ring_attention(**qkv(), kernel=kernel)
 
 
 def test_dtypes_and_kinds() -> None:
@@ -141,6 +154,56 @@ def test_placements(pools: Pools) -> None:
             assert message in messages[name], f"{name}: {messages[name]}"
 
 
+def bad_sinks() -> dict[str, str]:
+    two = ("dp", "cp")
+    batch_and_sequence = dict.fromkeys("qkv", on(two, [Shard(0), Shard(1)]))
+    heads = dict.fromkeys("qkv", on(("tp", "cp"), [Shard(2), Shard(1)]))
+    plain = dict.fromkeys("qkv", torch.randn(1, 4, 4, 8))
+
+    def sinks(names: tuple[str, ...], placements: list[Placement], local: int = 4) -> DTensor:
+        mesh = mesh_of((2, 2) if len(names) == 2 else (4,), names)
+        return DTensor.from_local(torch.zeros(local), mesh, placements, run_check=False)
+
+    cases: dict[str, dict[str, Any]] = {
+        "partial": batch_and_sequence | {"sinks": sinks(two, [Replicate(), Partial()])},
+        "on cp": batch_and_sequence | {"sinks": sinks(two, [Replicate(), Shard(0)], 2)},
+        "mesh": batch_and_sequence | {"sinks": sinks(("other",), [Replicate()])},
+        "heads": batch_and_sequence | {"sinks": sinks(two, [Replicate(), Replicate()], 3)},
+        "local heads": batch_and_sequence | {"sinks": torch.zeros(2)},
+        "sharded heads": heads | {"sinks": torch.zeros(3)},
+        "plain": plain | {"sinks": sinks(two, [Replicate(), Replicate()]), "mesh": mesh_of((4,), ("cp",))},
+    }
+    return {name: raises(ValueError, window=(3, 0), **arguments) for name, arguments in cases.items()}
+
+
+def test_sinks_of_other_placements_or_sizes(pools: Pools) -> None:
+    wanted = {
+        "partial": "sinks cannot be Partial",
+        "on cp": "sinks cannot be Shard(dim=0) on mesh axis 'cp'; accepted are Replicate(), and Shard(0) where",
+        "mesh": "sinks lie on mesh axis 'other', which q's mesh",
+        "heads": "each of the [4] query heads, got 3",
+        "local heads": "each of the [4] query heads, got 2",
+        "sharded heads": "each of the [4, 8] query heads, got 3",
+        "plain": "pass sinks.to_local(), this rank's copy",
+    }
+    for messages in pools(4).run(bad_sinks):
+        for name, message in wanted.items():
+            assert message in messages[name], f"{name}: {messages[name]}"
+
+
+def bad_documents_of_dtensors() -> dict[str, str]:
+    tensors = dict.fromkeys("qkv", on(("dp", "cp"), [Shard(0), Shard(1)]))  # [4, 8, 4, 8] on 2 x 2
+    cases = {"rows": [[0, 8], [0, 8]], "end": [0, 4], "order": [[0, 8, 8]] * 3 + [[0, 9, 8]]}
+    return {name: raises(ValueError, cu_seqlens=torch.tensor(x), **tensors) for name, x in cases.items()}
+
+
+def test_boundaries_that_do_not_fit_dtensors(pools: Pools) -> None:
+    for messages in pools(4).run(bad_documents_of_dtensors):
+        assert "got [2, 2] for 4 rows" in messages["rows"]
+        assert "end at the 8 tokens" in messages["end"] and "cu_seqlens[-1] = 4" in messages["end"]
+        assert "cu_seqlens[2] = 8 after 9" in messages["order"]
+
+
 def heads_that_do_not_divide() -> str:
     names, q = ("tp", "cp"), [Shard(2), Shard(1)]
     mesh = mesh_of((2, 2), names)
@@ -172,6 +235,22 @@ def bad_shards(what: str) -> str:
         tensors["q"].requires_grad_(rank == 0)
     if what == "kernel" and rank == 0:
         arguments["kernel"] = "nonsense"
+    if what == "sink_tokens":
+        arguments["sink_tokens"] = rank // 3
+    if what == "sinks" and rank != 2:
+        arguments["sinks"] = torch.zeros(2)
+    if what == "shape of sinks":
+        arguments["sinks"] = torch.zeros(2 + rank // 3)
+    if what == "cu_seqlens":
+        arguments["cu_seqlens"] = torch.tensor([0, 6 + rank // 3, 16])
+    if what == "without cu_seqlens" and rank != 1:
+        arguments["cu_seqlens"] = torch.tensor([0, 6, 16])
+    if what == "order of cu_seqlens":
+        arguments["cu_seqlens"] = torch.tensor([0, 6, 6 - rank // 3, 16])
+    if what == "end of cu_seqlens":
+        arguments["cu_seqlens"] = torch.tensor([0, 6, 15])
+    if what == "end on one rank":
+        arguments["cu_seqlens"] = torch.tensor([0, 6, 16 + rank // 3])
     if what == "2-D":
         arguments["mesh"] = mesh_of((2, 2), ("dp", "cp"))
     return raises(ValueError, **tensors, **arguments)
@@ -186,6 +265,14 @@ def bad_shards(what: str) -> str:
         ("dtype", 0, "disagree on the dtype", "disagree on the dtype"),
         ("gradient", 0, "disagree on whether a gradient is needed", "disagree on whether a gradient is needed"),
         ("kernel", 0, "unknown kernel 'nonsense'", "rank 0 of the context-parallel group refused"),
+        ("sink_tokens", 0, "disagree on sink_tokens: [0, 0, 0, 1]", "disagree on sink_tokens"),
+        ("sinks", 0, "disagree on whether there are sinks: [1, 1, 0, 1]", "disagree on whether there are sinks"),
+        ("shape of sinks", 3, "[2] query heads, got 3", "rank 3 of the context-parallel group refused"),
+        ("cu_seqlens", 0, "disagree on cu_seqlens", "disagree on cu_seqlens"),
+        ("without cu_seqlens", 0, "disagree on cu_seqlens", "disagree on cu_seqlens"),
+        ("order of cu_seqlens", 3, "cu_seqlens[2] = 5 after 6", "rank 3 of the context-parallel group refused"),
+        ("end of cu_seqlens", 0, "end at the 16 tokens", "got cu_seqlens[-1] = 15"),
+        ("end on one rank", 0, "disagree on cu_seqlens", "disagree on cu_seqlens"),
         ("2-D", 0, "pass a slice such as mesh['cp']", "pass a slice such as mesh['cp']"),
     ],
 )

@@ -1,28 +1,55 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dtensor_ring_swa.bench import cli, options, simulate
+from dtensor_ring_swa.bench import cli, options, torch_ring
+from dtensor_ring_swa.bench.allgather import AllGather
+from dtensor_ring_swa.bench.case import Case, Environment
 from dtensor_ring_swa.bench.check import errors
-from dtensor_ring_swa.bench.options import BASELINES
+from dtensor_ring_swa.bench.extras import MIXTURE, Extras
+from dtensor_ring_swa.bench.job import jobs_of
+from dtensor_ring_swa.bench.ours import RingDTensor, RingZigzag
+from dtensor_ring_swa.bench.parser import BASELINES, OURS
+from dtensor_ring_swa.bench.predict import Prediction, predict
+from dtensor_ring_swa.bench.rates import NVLINK_GB_S, RATES, rate_of
 from dtensor_ring_swa.bench.report import case_table, plot
-from dtensor_ring_swa.bench.shapes import SHAPES
+from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
+from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
 from dtensor_ring_swa.plan import _make_plan, make_plan
+from dtensor_ring_swa.ring import imbalance
+from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.window import Window
 
+from cases import mesh_of
+
+Pools = Callable[[int], RankPool]
+
 BENCH = ["-m", "dtensor_ring_swa.bench"]
-TINY = ["--device", "cpu", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2"]
+LAYER = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+TINY = ["--device", "cpu", "--repeats", "2", *LAYER]
 DIRECTIONS = ("forward", "backward")
+LIMITED = {"ring", "ring-dtensor", "ideal", "allgather", "merge-ring", "torch-cp", "ring_swa"}
+TORCH_FLASH, TORCH_CUDNN = (
+    {f"torch-{kernel}-{way}" for way in ("allgather", "alltoall")} for kernel in ("flash", "cudnn")
+)
+FULL = LIMITED | {"ring-zigzag", "ring-striped"} | TORCH_FLASH | TORCH_CUDNN
+CAUSAL = FULL | {"ring-unbalanced", "allgather-zigzag"}
 
 
 def _run(args: list[str], ranks: int = 0) -> subprocess.CompletedProcess[str]:
@@ -43,6 +70,23 @@ def _measure(path: Path, ranks: int, *args: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _bench(args: list[str]) -> tuple[int, str]:
+    """The command's exit code and what it printed, on a rank of a pool."""
+    given = options.parse(["--device", "cpu", "--repeats", "2", "--check", *args])
+    device, mesh = torch.device("cpu"), mesh_of((dist.get_world_size(),), ("cp",))
+    environment = Environment(device, mesh, mesh.get_group(), dist.get_rank(), dist.get_world_size())
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = cli.run_jobs(jobs_of(given, device), given, environment)
+    return code, printed.getvalue()
+
+
+def _in_pool(pool: RankPool, path: Path, *args: str) -> tuple[dict[str, Any], str]:
+    answers = pool.run(_bench, ["--json", str(path), *args])
+    assert [code for code, _ in answers] == [0] * pool.ranks, answers[0][1]
+    assert not any(printed for _, printed in answers[1:])
+    return json.loads(path.read_text()), answers[0][1]
+
+
 def _methods(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {method["name"]: method for method in case["methods"]}
 
@@ -56,7 +100,7 @@ def _assert_complete(record: dict[str, Any], ranks: int) -> None:
         methods = _methods(case)
         assert case["kernel"] == "reference"
         assert case["failures"] == []
-        assert set(methods) == {"ring", "ring-dtensor", *BASELINES}
+        assert set(methods) == LIMITED
         assert methods["ring_swa"]["skipped"].startswith("it ")
         assert "no backward on CPU" in methods["torch-cp"]["backward_skipped"]
         for name in ("ring", "ring-dtensor", "ideal", "allgather", "merge-ring"):
@@ -92,40 +136,198 @@ def test_two_ranks_agree_and_bytes_are_counted(tmp_path: Path) -> None:
         assert received["allgather"] == [160 * row, 160 * row]
 
 
-def test_window_over_several_ranks_batch_and_dv(tmp_path: Path) -> None:
+def test_window_over_several_ranks_batch_and_dv(pools: Pools, tmp_path: Path) -> None:
     args = ["--window", "150", "70", "--rows", "64", "--batch", "2", "--v-head-dim", "8", "--dtype", "float64"]
-    record = _measure(tmp_path / "bench.json", 3, *args)
+    record, _ = _in_pool(pools(3), tmp_path / "bench.json", *LAYER, *args)
     _assert_complete(record, 3)
-    # Rank 1 has a chunk on either side; the ring turns two hops left and two right.
+    # Rank 1 has a chunk on either side; the ring brings each other chunk once.
     row = 2 * 2 * (16 + 8) * 8
     assert _methods(record["cases"][0])["ring"]["forward"]["received_counted"] == 128 * row
-    assert _methods(record["cases"][0])["merge-ring"]["forward"]["received_counted"] == 4 * 64 * row
+    assert _methods(record["cases"][0])["merge-ring"]["forward"]["received_counted"] == 2 * 64 * row
 
 
 def test_alone(tmp_path: Path) -> None:
-    record = _measure(tmp_path / "bench.json", 0, "--window", "30", "--rows", "96", "--dtype", "bfloat16")
-    _assert_complete(record, 1)
-    assert "ring" in case_table(record["cases"][0])
+    path = tmp_path / "bench.json"
+    args = ["--shape", "gemma-3-4b-hybrid", "--rows", "16", "--dtype", "bfloat16", "--repeats", "2"]
+    done = _run([*BENCH, "--device", "cpu", "--check", "--json", str(path), *args])
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(path.read_text())
+    local, of_all = record["cases"]
+    _assert_complete({**record, "cases": [local]}, 1)
+    _assert_against_one_device(of_all, 1, CAUSAL, CAUSAL - {"torch-cp", "ring_swa"} - TORCH_CUDNN)
+    assert "ring" in case_table(local)
     pytest.importorskip("matplotlib")
     plot(tmp_path / "bench.png", record)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
-def test_check_finds_wrong_numbers_and_bytes() -> None:
-    sabotage = (
-        "import sys\n"
-        "from dtensor_ring_swa.bench import cli\n"
-        "from dtensor_ring_swa.bench.allgather import AllGather\n"
-        "from dtensor_ring_swa.bench.ours import Ring\n"
-        "AllGather.output = lambda self, state: state[0][0] * 1.001\n"
-        "Ring.predicted_bytes = lambda self: (1, 0)\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    done = _run(["-c", sabotage, *TINY, "--window", "9", "--rows", "32", "--check", "--baselines", "ideal,allgather"])
-    assert done.returncode == 1, done.stdout + done.stderr
-    failures = [line for line in done.stdout.splitlines() if line.startswith("CHECK FAILED")]
-    assert [line.split()[2] for line in failures] == ["ring:", "ring-dtensor:", "allgather:"]
-    assert "torch-cp" not in done.stdout
+def _assert_against_one_device(case: dict[str, Any], ranks: int, names: set[str], whole: set[str]) -> None:
+    """Every method is there; those in ``whole`` ran in both directions, and what must be counted was."""
+    methods = _methods(case)
+    assert set(methods) == names and case["failures"] == []
+    for name in whole:
+        numbers = methods[name]
+        assert set(numbers["errors"]) == {"out", "dq", "dk", "dv"}
+        for direction in DIRECTIONS:
+            half, ideal = numbers[direction], methods["ideal"][direction]["ms"]
+            assert half["ratio_to_ideal"] == pytest.approx(half["ms"] / ideal)
+            assert 1 <= half["imbalance_measured"] <= ranks
+            assert half["bytes_as_predicted"] is (None if name.startswith("torch") else True)
+    for direction in DIRECTIONS:
+        ideal = methods["ideal"][direction]
+        assert ideal["one_device_ms"] == pytest.approx(ranks * ideal["ms"])
+        assert ideal["received_counted"] == 0
+    predicted = {name: methods[name].get("imbalance_predicted") for name in methods}
+    window = Window(**case["shape"]["window"])
+    for name, layout in {"ring-zigzag": "zigzag", "ring-striped": "striped", "allgather": "contiguous"}.items():
+        assert predicted[name] == imbalance(layout, case["seq_len"], ranks, window)
+    assert predicted["ideal"] is None
+
+
+def test_causal_window_without_limit(pools: Pools, tmp_path: Path) -> None:
+    record, printed = _in_pool(pools(3), tmp_path / "bench.json", *LAYER, "--window", "causal", "--rows", "48")
+    (case,) = record["cases"]
+    ran = CAUSAL - {"torch-cp", "ring_swa"} - TORCH_CUDNN
+    _assert_against_one_device(case, 3, CAUSAL, ran)
+    methods = _methods(case)
+    # What is not counted, and not exactly so: the last of three contiguous ranks has 5/3 of the mean work.
+    assert methods["ring"]["imbalance_predicted"] == methods["torch-flash-alltoall"]["imbalance_predicted"] == 1.0
+    assert methods["ring-unbalanced"]["imbalance_predicted"] == pytest.approx(5 / 3, abs=0.01)
+    assert case["forward_flops_a_rank"] == 2 * (144 * 145 // 2) * 4 * 32 // 3
+    shard = 48 * 2 * (16 + 16) * 4
+    for name in ("ring-zigzag", "ring-striped", "allgather-zigzag", "torch-flash-allgather"):
+        assert methods[name]["forward"]["received_predicted"] == 2 * shard, name
+    # Dealt: a rank keeps at most one of its two slices.
+    assert methods["ring"]["forward"]["received_counted"] > 2 * shard
+    assert all(methods[name]["skipped"] == "cuDNN's attention needs CUDA" for name in TORCH_CUDNN)
+    assert f"torch {torch.__version__}" in methods["torch-flash-allgather"]["note"]
+    header = next(line for line in printed.splitlines() if line.startswith("method"))
+    assert header.split()[-3:] == ["imbalance", "fwd", "bwd"]
+    assert "ideal is one device's time for the whole sequence" in printed
+
+
+def test_full_window(pools: Pools, tmp_path: Path) -> None:
+    args = ["--window", "full", "--rows", "30", "--batch", "2", "--dtype", "bfloat16"]
+    record, printed = _in_pool(pools(2), tmp_path / "bench.json", *LAYER, *args)
+    (case,) = record["cases"]
+    _assert_against_one_device(case, 2, FULL, FULL - {"torch-cp", "ring_swa"} - TORCH_CUDNN)
+    assert all(m.get("imbalance_predicted", 1.0) == 1.0 for m in case["methods"])
+    assert "no load balancer" in printed
+
+
+def test_other_windows_without_limit(pools: Pools, tmp_path: Path) -> None:
+    # An odd length, which no zigzag can deal out, and a window that SDPA has not.
+    record, printed = _in_pool(pools(3), tmp_path / "bench.json", *LAYER, "--window", "-1", "20", "--rows", "33")
+    (case,) = record["cases"]
+    names = CAUSAL - TORCH_FLASH - TORCH_CUDNN
+    methods = _methods(case)
+    assert set(methods) == names and case["failures"] == []
+    assert methods["ring"]["imbalance_predicted"] == methods["ring-unbalanced"]["imbalance_predicted"] > 1.2
+    for name in ("ring-zigzag", "allgather-zigzag"):
+        assert "needs a multiple of 6 tokens, got 99" in methods[name]["skipped"]
+        assert f"{name} not run: layout='zigzag'" in printed
+
+
+def test_hybrid_model_adds_up_its_layers(pools: Pools, tmp_path: Path) -> None:
+    args = ["--shape", "gemma-3-4b-hybrid", "--rows", "12", "--ours", "ring,ring-zigzag"]
+    args += ["--baselines", "ideal,allgather"]
+    record, printed = _in_pool(pools(2), tmp_path / "bench.json", *args)
+    local, of_all = (_methods(case) for case in record["cases"])
+    assert [case["shape"]["layers"] for case in record["cases"]] == [29, 5]
+    assert set(local) == {"ring", "ideal", "allgather"} and set(of_all) == {*local, "ring-zigzag"}
+    (hybrid,) = record["hybrids"]
+    added = {method["name"]: method for method in hybrid["methods"]}
+    # The zigzag layout is of no use for the local layers, so there is nothing to add.
+    assert set(added) == set(local) and hybrid["layers"] == {"gemma-3-4b": 29, "gemma-3-4b-global": 5}
+    for name, direction in product(added, DIRECTIONS):
+        total = 29 * local[name][direction]["ms"] + 5 * of_all[name][direction]["ms"]
+        assert added[name][direction]["ms"] == pytest.approx(total)
+    assert added["ideal"]["forward"]["ratio_to_ideal"] == 1.0
+    assert "gemma-3-4b-hybrid, attention of all layers, added up: 29 x gemma-3-4b, 5 x gemma-3-4b-global" in printed
+
+
+def test_torch_ring_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(window: Window, rows: int = 16, dtype: str = "float32", softcap: float = 0.0) -> Case:
+        layer = ["--device", "cpu", *LAYER, "--window", *map(str, window)]
+        given = options.parse([*layer, "--rows", str(rows), "--dtype", dtype, "--softcap", str(softcap)])
+        (job,) = jobs_of(given, torch.device("cpu"))
+        nowhere: Any = None
+        return Case(
+            job.shape, job.rows, 1, job.request, job.kernel, Environment(job.request.device, nowhere, nowhere, 0, 2)
+        )
+
+    causal, method = Window.causal(), TorchFlashAllGather
+    assert method.suits(case(causal)) and method.suits(case(Window.full()))
+    assert not method.suits(case(Window(-1, 3))) and not method.suits(case(Window(5, 0)))
+    assert method.gap(case(causal)) is None and method.gap(case(Window.full(), rows=15)) is None
+    reasons = {
+        "multiples of 4 tokens, not 30": case(causal, rows=15),
+        "it adds in float32": case(causal, dtype="float64"),
+        "it has no softcap": case(causal, softcap=2.0),
+    }
+    for reason, refused in reasons.items():
+        assert reason in (method.gap(refused) or "")
+    assert TorchCudnnAllToAll.gap(case(causal)) == "cuDNN's attention needs CUDA"
+    monkeypatch.setattr(torch_ring, "_api", lambda: math)
+    assert "has no _ContextParallel, " in (method.gap(case(causal)) or "")
+
+    def missing() -> None:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(torch_ring, "_api", missing)
+    assert "has no such context parallel: no such module" in (method.gap(case(causal)) or "")
+
+
+def test_a_record_of_any_window_is_drawn_again(
+    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    _in_pool(pools(2), path, *LAYER, "--window", "causal", "--rows", "8", "--ours", "ring", "--baselines", "ideal")
+    assert cli.main(["--from", str(path), "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
+    simulated = tmp_path / "simulated.json"
+    assert cli.main(["--simulate-ranks", "2", "--json", str(simulated)]) == 0
+    assert cli.main(["--from", str(simulated), "--plot", str(picture)]) == 2
+    assert "has no measured cases" in capsys.readouterr().err
+
+
+def test_pairs_of_packed_documents_with_sink_tokens_are_counted() -> None:
+    cases = product((1, 23, 40), ((), (7,), (3, 1, 11)), (0, 2, 5), ((-1, 0), (2, 0), (0, 3), (-1, -1), (4, -1)))
+    for seq_len, lengths, sinks, window in cases:
+        extras = Extras(lengths, sink_tokens=sinks)
+        documents = extras.documents(seq_len)
+        assert sum(documents) == seq_len and set(documents[:-1]) <= set(lengths)
+        left, right = Window(*window).reach(seq_len)
+        wanted = sum(
+            -left <= key - row <= right or (key < sinks and key <= row)
+            for length in documents
+            for row, key in product(range(length), repeat=2)
+        )
+        assert extras.pairs(seq_len, Window(*window)) == wanted, (seq_len, lengths, sinks, window)
+    assert {137, 2041, 89} == set(MIXTURE) <= set(Extras(MIXTURE).documents(1 << 16))
+
+
+def _sabotaged(args: list[str]) -> tuple[int, str]:
+    """``_bench`` with wrong numbers, rows in the wrong order, and a wrong prediction."""
+    with (
+        mock.patch.object(AllGather, "output", lambda self, state: state[0] * 1.001),
+        mock.patch.object(RingZigzag, "output", lambda self, state: state.detach().flip(1)),
+        mock.patch.object(RingDTensor, "predicted_bytes", lambda self: (1, 0)),
+    ):
+        return _bench(args)
+
+
+def test_check_finds_wrong_numbers_rows_and_bytes(pools: Pools) -> None:
+    args = [*LAYER, "--window", "causal", "--rows", "32", "--baselines", "ideal,allgather"]
+    answers = pools(2).run(_sabotaged, args)
+    assert [code for code, _ in answers] == [1, 1]
+    failures = [line for line in answers[0][1].splitlines() if line.startswith("CHECK FAILED")]
+    wrong = {(line.split()[2], "bytes" if "bytes" in line else line.split()[3]) for line in failures}
+    # Stripes inherit from zigzag.
+    zigzag = {("ring-zigzag:", "out"), ("ring-striped:", "out")}
+    assert wrong == {("ring-dtensor:", "bytes"), ("allgather:", "out"), *zigzag}
+    assert "torch-cp" not in answers[0][1]
 
 
 def test_check_never_passes_nan_or_a_wrong_shape() -> None:
@@ -146,7 +348,18 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
         (["--heads", "6"], "also needs --head-dim, --window"),
         (["--heads", "4", "--head-dim", "0", "--window", "1"], "must be at least 1"),
         (["--shape", "gpt-oss", "--window", "-5"], "window left must be >= 0"),
-        (["--window", "1", "2", "3"], "LEFT or LEFT RIGHT"),
+        (["--window", "1", "2", "3"], "LEFT or LEFT RIGHT, or one of causal, full"),
+        (["--window", "causal", "0"], "LEFT or LEFT RIGHT, or one of causal, full"),
+        (["--ours", "ring,allgather"], "unknown ours .'allgather'.; choose from ring,ring-dtensor"),
+        (["--shape", "olmo-3-7b-hybrid", "--heads", "4"], "two kinds of layer"),
+        (["--pack", "0"], "at least 1 token"),
+        (["--pack", "5", "--batch", "2"], "--pack packs one sequence"),
+        (["--sink-tokens", "-1"], "--sink-tokens must be at least 0"),
+        (["--sinks", "--simulate-ranks", "2"], "predicts neither packed documents nor sinks"),
+        (["--tflops", "1", "2"], "--tflops takes two positive rates, and --simulate-ranks"),
+        (["--simulate-ranks", "2", "--tflops", "1", "0"], "two positive rates"),
+        (["--from", "x.json"], "it needs --plot"),
+        (["--from", "no/such/file.json", "--plot", "x.png"], "there is no file"),
         (["--shape", "gpt-oss", "--softcap", "-1"], "softcap must be >= 0"),
         (["--rows", "0"], "--rows must be at least 1"),
         (["--simulate-ranks", "0"], "--simulate-ranks must be at least 1"),
@@ -188,7 +401,7 @@ def test_bad_input_under_torchrun() -> None:
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--list", "--device", "cpu"]) == 0
     listing = capsys.readouterr().out
-    assert all(name in listing for name in (*SHAPES, *BASELINES, "ring-dtensor", "reference: runs"))
+    assert all(name in listing for name in (*SHAPES, *HYBRIDS, *OURS, *BASELINES, "reference: runs"))
 
 
 @pytest.mark.parametrize(("name", "megabytes"), [("mistral-7b", 16.8), ("gemma-3-4b", 4.2), ("gpt-oss", 0.26)])
@@ -199,10 +412,15 @@ def test_shapes_have_the_published_halo(name: str, megabytes: float) -> None:
     assert received / 1e6 == pytest.approx(megabytes, rel=0.02)
 
 
-def test_simulation_of_every_shape_takes_under_a_second(tmp_path: Path) -> None:
+LIMITED_SHAPES, UNLIMITED_SHAPES = (
+    [name for name, shape in SHAPES.items() if (shape.window == Window.causal()) is wanted] for wanted in (False, True)
+)
+
+
+def test_simulation_of_every_limited_shape_takes_under_a_second(tmp_path: Path) -> None:
     _make_plan.cache_clear()
     path = tmp_path / "simulated.json"
-    named = [arg for name in SHAPES for arg in ("--shape", name)]
+    named = [arg for name in LIMITED_SHAPES for arg in ("--shape", name)]
     assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
     record = json.loads(path.read_text())
     assert record["seconds"] < 1
@@ -215,9 +433,60 @@ def test_simulation_of_every_shape_takes_under_a_second(tmp_path: Path) -> None:
         assert case["predictions"][0]["forward_efficiency"] == 1
 
 
+def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "simulated.json"
+    named = [arg for name in UNLIMITED_SHAPES for arg in ("--shape", name)]
+    assert cli.main(["--simulate-ranks", "64", "--json", str(path), *named]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    assert [case["load_balance"] for case in cases] == ["auto", "none"] * len(UNLIMITED_SHAPES)
+    for case in cases:
+        auto = case["load_balance"] == "auto"
+        for prediction in case["predictions"]:
+            ranks = prediction["ranks"]
+            even = 1 if auto else 2 - 1 / ranks
+            assert prediction["imbalance"] == pytest.approx(even, abs=1e-3)
+            assert prediction["steps"] == (ranks if auto or ranks > 3 else 1)
+            assert (prediction["dealt_forward"] > 0) is (auto and ranks > 1)
+            assert all(0.7 < prediction[f"{direction}_efficiency"] * even <= 1.0001 for direction in DIRECTIONS)
+    assert "as given" not in capsys.readouterr().out
+    assert cli.main(["--simulate-ranks", "2", "--window", "full", "--shape", "gpt-oss", "--tflops", "100", "50"]) == 0
+    assert "at 100 / 50 TFLOP/s (as given)" in capsys.readouterr().out
+
+
+def test_simulation_of_a_ring_predicts_what_it_should() -> None:
+    layer = Shape("layer", 32, 8, 128, 128, Window.causal())
+
+    def predicted(ranks: int, tokens: int, link: float = NVLINK_GB_S, load_balance: str = "auto") -> Prediction:
+        return predict(layer, ranks, tokens, 1, torch.bfloat16, link, load_balance)
+
+    # The measurements that the model is made of: one GPU 210.8 / 582.0 ms, two 112.4 / 300.8.
+    one, two = predicted(1, 1 << 17), predicted(2, 1 << 17)
+    assert (one.forward_ms, one.backward_ms) == (pytest.approx(210.8, rel=1e-3), pytest.approx(582.0, rel=1e-3))
+    assert (two.forward_ms, two.backward_ms) == (pytest.approx(112.37, rel=1e-3), pytest.approx(300.77, rel=1e-3))
+    assert two.forward_efficiency == pytest.approx(0.5 * one.forward_ms / two.forward_ms)
+    # Measured beside them, not fitted: 158.3 / 434.1.
+    uneven = predicted(2, 1 << 17, load_balance="none")
+    assert uneven.forward_ms == pytest.approx(158.3, rel=0.01) and uneven.backward_ms == pytest.approx(434.1, rel=0.01)
+    # On a slow link a call takes as long as what it receives.
+    slow = predicted(8, 1 << 17, link=0.01)
+    assert slow.forward_ms == pytest.approx(slow.received_forward / 0.01 / 1e6, rel=0.02)
+    assert slow.backward_ms == pytest.approx(slow.received_backward / 0.01 / 1e6, rel=0.02)
+    # A link at the predicted limit still hides what travels in the steps, half of it does not.
+    sizes = predicted(8, 1 << 20)
+    assert sizes.hiding_gb_s is not None
+    dealt = sizes.dealt_forward / 1e6
+    free = predicted(8, 1 << 20, link=1e9).forward_ms
+    for share, hidden in ((1.001, True), (0.5, False)):
+        link = sizes.hiding_gb_s * share
+        waited = predicted(8, 1 << 20, link=link).forward_ms - dealt / link - free
+        assert (abs(waited) < 1e-3 * free) is hidden
+    assert rate_of(Shape("x", 1, 1, 64, 64, Window.causal()), 1).kind == "causal"
+    assert {rate.kind for rate in RATES} == {"limited", "causal", "full"}
+
+
 def test_simulation_predicts_what_it_should(capsys: pytest.CaptureFixture[str]) -> None:
-    def predicted(ranks: int, tokens: int, link: float = simulate.NVLINK_GB_S) -> simulate.Prediction:
-        return simulate.predict(SHAPES["mistral-7b"], ranks, tokens, 1, torch.bfloat16, link)
+    def predicted(ranks: int, tokens: int, link: float = NVLINK_GB_S) -> Prediction:
+        return predict(SHAPES["mistral-7b"], ranks, tokens, 1, torch.bfloat16, link)
 
     slow, fast = predicted(8, 8 << 15, link=0.1), predicted(8, 8 << 15)
     assert slow.forward_ms == pytest.approx(4095 * 8 * 256 * 2 / 0.1e6 + fast.forward_ms * 0.14, rel=0.1)

@@ -47,7 +47,9 @@ def expected(case: Case) -> list[torch.Tensor]:
     """out, lse, dq, dk and dv of the whole sequence, each with the sequence on dim 1."""
     q, k, v, dout = case.inputs()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(q, k, v, case.window, case.scale)
+    out, lse = dense_attention(
+        q, k, v, case.window, case.scale, sink_tokens=case.sink_tokens, cu_seqlens=case.cu_seqlens
+    )
     return [out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -188,7 +190,12 @@ def test_nanotron_on_one_device() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"cu_seqlens": torch.tensor([0, 3, 8])}, NotImplementedError, r"packed documents .* got \[0, 3, 8\]; pad"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 8])},
+            NotImplementedError,
+            r"one length, got \[0, 3, 8\]: .* cu_seqlens=Documents\(\.\.\.\)",
+        ),
+        ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, ValueError, r"cu_seqlens\[2\] = 4 after 5"),
         ({"cu_seqlens": torch.tensor([0, 3, 6])}, ValueError, "= 6 tokens, got sizes"),
         ({"cu_seqlens": None}, ValueError, "cu_seqlens must be the boundaries"),
         ({"max_seqlen": 3}, ValueError, "max_seqlen=3 is less than the 4 tokens"),
@@ -211,18 +218,22 @@ def test_what_nanotrons_refuses(change: dict[str, Any], error: type[Exception], 
 # ring_swa
 
 
-def swa_distance(case: Case, told: bool) -> float:
-    q, k, v = leaves = [x.requires_grad_() for x in shards(case, list(case.inputs()[:3]))]
+def swa_distance(case: Case, told: bool = False, flat: bool = False) -> float:
+    """Call the function that the case's documents and sink tokens mean; packed tensors with or without a batch dim."""
+    leaves = [x.requires_grad_() for x in shards(case, list(case.inputs()[:3]))]
+    name = "ring_streaming_llm_attn" if case.sink_tokens else "ring_sliding_window_attn"
+    documents = [] if case.cu_seqlens is None else [case.boundaries()]
+    function = getattr(ring_swa, name + "_varlen" * len(documents))
+    tensors = [x.squeeze(0) for x in leaves] if flat else leaves
     group, before, rank, after = neighbours(case)
     if told:
-        out = ring_swa.ring_sliding_window_attn(
-            q, k, v, case.window[0], group, dist.get_world_size(group), rank, before, after, case.scale
-        )
+        ranks = (group, dist.get_world_size(group), rank, before, after)
+        out = function(*tensors, case.window[0], *documents, *ranks, case.scale)
     else:
-        out = ring_swa.ring_sliding_window_attn(
-            q, k, v, window_size=case.window[0], cp_group=group, softmax_scale=case.scale
-        )
-    return distance(case, out, None, leaves)
+        named = dict(zip(["cu_seqlens"], documents, strict=False))
+        out = function(*tensors, window_size=case.window[0], cp_group=group, softmax_scale=case.scale, **named)
+    assert out.ndim == tensors[0].ndim
+    return distance(case, out.unsqueeze(0) if flat else out, None, leaves)
 
 
 def neighbours(case: Case) -> tuple[dist.ProcessGroup, int, int, int]:
@@ -231,22 +242,42 @@ def neighbours(case: Case) -> tuple[dist.ProcessGroup, int, int, int]:
     return group, peers[rank - 1], rank, peers[(rank + 1) % len(peers)]
 
 
-@settings(max_examples=60, phases=WITHOUT_SHRINKING)
+@settings(max_examples=80, phases=WITHOUT_SHRINKING)
 @given(
-    ranks=st.integers(1, 4), window_size=st.integers(0, 12), seq_len=st.integers(1, 24), batch=st.integers(1, 2),
-    scale=st.sampled_from([None, 0.3]), told=st.booleans(),
+    ranks=st.sampled_from([1, 2, 4]), window_size=st.integers(0, 12), seq_len=st.integers(1, 24),
+    batch=st.integers(1, 2), scale=st.sampled_from([None, 0.3]), told=st.booleans(), sink_tokens=st.integers(0, 1),
+    cuts=st.none() | st.lists(st.integers(0, 24), max_size=4),
 )  # fmt: skip
 def test_ring_swa(
-    pools: Pools, ranks: int, window_size: int, seq_len: int, batch: int, scale: float | None, told: bool
-) -> None:
+    pools: Pools, ranks: int, window_size: int, seq_len: int, batch: int, scale: float | None, told: bool,
+    sink_tokens: int, cuts: list[int] | None,
+) -> None:  # fmt: skip
+    cu_seqlens = None if cuts is None else (0, *sorted(min(cut, seq_len) for cut in cuts), seq_len)
     case = Case(
-        batch=batch, seq_len=seq_len, q_heads=4, kv_heads=2, window=(window_size, 0), mesh=(ranks,), scale=scale
+        batch=batch if cuts is None else 1, seq_len=seq_len, q_heads=4, kv_heads=2, window=(window_size, 0),
+        mesh=(ranks,), scale=scale, sink_tokens=sink_tokens, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    assert max(pools(ranks).run(swa_distance, case, told)) < TOLERANCE
+    flat = cuts is not None and len(cuts) % 2 == 0
+    assert max(pools(ranks).run(swa_distance, case, told, flat)) < TOLERANCE
+
+
+def test_ring_swa_on_one_device() -> None:
+    x = torch.randn(8, 2, 4, dtype=torch.float64)
+    for cu_seqlens in (None, torch.tensor([0, 3, 8])):
+        for sink_tokens, name in ((0, "ring_sliding_window_attn"), (1, "ring_streaming_llm_attn")):
+            want, _ = dense_attention(
+                x[None], x[None], x[None], (2, 0), sink_tokens=sink_tokens,
+                cu_seqlens=None if cu_seqlens is None else cu_seqlens.tolist(),
+            )  # fmt: skip
+            if cu_seqlens is None:
+                out = getattr(ring_swa, name)(x[None], x[None], x[None], 2)[0]
+            else:
+                out = getattr(ring_swa, name + "_varlen")(x, x, x, 2, cu_seqlens)
+            assert torch.allclose(out, want[0], rtol=0, atol=TOLERANCE)
 
 
 def test_ring_swa_on_a_group_of_some_ranks(pools: Pools) -> None:
-    assert max(pools(4).run(swa_distance, Case(mesh=(2, 2), axes=("dp", "cp")), True)) < TOLERANCE
+    assert max(pools(4).run(swa_distance, Case(mesh=(2, 2), axes=("dp", "cp"), sink_tokens=1), True)) < TOLERANCE
 
 
 def one_device_among_ranks() -> bool:
@@ -282,19 +313,6 @@ def test_ring_swa_refuses_ranks_that_contradict_the_group(pools: Pools, wrong: s
     x, said = torch.randn(1, 6, 1, 4), dict[str, Any]({wrong: 7})
     with pytest.raises(ValueError, match=f"{wrong}=7 contradicts the group, where it is"):
         ring_swa.ring_sliding_window_attn(x, x, x, 2, **said)
-
-
-@pytest.mark.parametrize("name", ["varlen", "streaming", "streaming_varlen"])
-def test_what_ring_attention_cannot_do_yet_raises_from_there(name: str) -> None:
-    # When ring_attention learns one of these, test its numbers here instead.
-    x, cu_seqlens = torch.randn(8, 2, 4), torch.tensor([0, 3, 8])
-    with pytest.raises(NotImplementedError, match=r"(cu_seqlens|sink_tokens) is not supported yet"):
-        if name == "varlen":
-            ring_swa.ring_sliding_window_attn_varlen(x, x, x, 2, cu_seqlens)
-        elif name == "streaming":
-            ring_swa.ring_streaming_llm_attn(x[None], x[None], x[None], 2)
-        else:
-            ring_swa.ring_streaming_llm_attn_varlen(x, x, x, 2, cu_seqlens)
 
 
 # Refusals and signatures
@@ -357,7 +375,6 @@ def test_signatures_of_the_families(name: str, form: str) -> None:
 def test_striped_attention_is_the_same_family() -> None:
     for name in striped_attention.__all__:
         assert getattr(striped_attention, name) is getattr(ring_flash_attn, name)
-    assert set(ring_flash_attn.__all__) == {f"{name}_{form}" for name in FAMILIES for form in FORMS}
 
 
 def test_signature_of_nanotrons() -> None:

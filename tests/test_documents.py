@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -93,3 +93,167 @@ def check(pools: Pools, case: Case) -> None:
 @example(case=Case(seq_len=16, mesh=(4,), window=(-1, 0), load_balance="zigzag", cu_seqlens=(0, 2, 16), sinks="plain"))
 def test_equals_dense(pools: Pools, case: Case) -> None:
     check(pools, case)
+
+
+def needed(seq_len: int, ranks: int, rank: int, window: tuple[int, int], cu: tuple[int, ...], sinks: int) -> set[int]:
+    """Positions on other ranks that this rank's queries see, by enumeration."""
+    chunk = -(-seq_len // ranks)
+    mine = range(min(rank * chunk, seq_len), min((rank + 1) * chunk, seq_len))
+    left, right = (seq_len if side < 0 else side for side in window)
+    seen: set[int] = set()
+    for start, stop in pairwise(cu):
+        for p in range(max(start, mine.start), min(stop, mine.stop)):
+            seen |= {j for j in range(start, stop) if (p - left <= j or j < start + sinks) and j <= p + right}
+    return seen - set(mine)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), window=windows, sinks=st.integers(0, 6), ranks=st.integers(1, 5), seq_len=st.integers(1, 30))
+def test_what_a_plan_receives_is_what_its_queries_see(
+    data: st.DataObject, window: tuple[int, int], sinks: int, ranks: int, seq_len: int
+) -> None:
+    cu = data.draw(boundaries(seq_len))
+    plans = [make_plan(seq_len, ranks, rank, window, cu, sinks) for rank in range(ranks)]
+    for plan in plans:
+        received = sum(map(len, plan.receives))
+        assert received == plan.received_rows == len(needed(seq_len, ranks, plan.rank, window, cu, sinks))
+        sent_to_me = [(p.rank, len(t)) for p in plans for t in p.sends if t.peer == plan.rank]
+        assert sorted(sent_to_me) == sorted((t.peer, len(t)) for t in plan.receives)
+        for call in plan.interior_calls:
+            assert plan.sinks + plan.left <= call.k_start and call.k_stop <= plan.sinks + plan.left + plan.rows
+
+
+def test_nothing_travels_where_a_boundary_falls_on_the_cut() -> None:
+    for rank in range(4):
+        assert make_plan(32, 4, rank, (-1, 0), (0, 8, 16, 20, 24, 32), 3).received_rows == 0
+    plan = make_plan(32, 4, 2, (5, 0), (0, 13, 32), sink_tokens=1)
+    # Tokens 13 to 15, of which the first is the sink too.
+    assert (plan.sinks, plan.left) == (0, 3)
+    plan = make_plan(64, 4, 2, (5, 0), (0, 13, 64), sink_tokens=2)
+    assert (plan.sinks, plan.left) == (2, 5) and [t.peer for t in plan.receives] == [0, 1]
+
+
+def test_documents_of_a_rank_are_one_interior_call() -> None:
+    plan = make_plan(400, 2, 1, (7, 0), (0, 137, 250, 251, 390, 400))
+    (interior,), (boundary,) = plan.interior_calls, plan.boundary_calls
+    assert interior.q_len == 193 and boundary.q_len == 7 and len(boundary.blocks) == 1
+
+
+def bytes_received(case: Case) -> tuple[int, int]:
+    """Bytes that this rank receives in a forward call, posted and planned."""
+    mesh, posted = mesh_of(case.mesh, case.axes), []
+    real = dist.batch_isend_irecv
+
+    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
+        posted.extend(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.irecv)
+        return real(ops)
+
+    q, k, v, _ = shard_sequence(mesh, *case.inputs())
+    with mock.patch.object(dist, "batch_isend_irecv", count):
+        ring_attention(
+            q, k, v, mesh=mesh, window=case.window, cu_seqlens=case.boundaries(), sink_tokens=case.sink_tokens,
+            exchange=case.exchange, load_balance="none",
+        )  # fmt: skip
+    ranks, rank, window = mesh.size(), mesh.get_local_rank(), Window(*case.window)
+    given = case.boundaries()
+    assert given is not None
+    cu_seqlens = given.tolist()
+    ring = choose_exchange(case.exchange, "contiguous", case.seq_len, ranks, window, packed=True).exchange == "ring"
+    made = (
+        make_ring("contiguous", case.seq_len, ranks, rank, window, tuple(cu_seqlens), case.sink_tokens)
+        if ring
+        else make_plan(case.seq_len, ranks, rank, window, cu_seqlens, case.sink_tokens)
+    )
+    return sum(posted), made.bytes(kv_heads=case.kv_heads, head_dim=4, batch=case.batch, itemsize=8)
+
+
+@pytest.mark.parametrize("window", [(3, 0), (-1, 0), (-1, -1), (2, 2), (0, 0)])
+@pytest.mark.parametrize("exchange", ["auto", "ring"])
+def test_the_wire_carries_what_the_plan_says(pools: Pools, window: tuple[int, int], exchange: str) -> None:
+    case = Case(mesh=(4,), window=window, seq_len=33, batch=2, cu_seqlens=(0, 7, 7, 15, 33), sink_tokens=2,
+                exchange=exchange)  # fmt: skip
+    for sent, planned in pools(4).run(bytes_received, case):
+        assert sent == planned
+
+
+def packed(case: Case) -> float:
+    """The error of ``[T, H, D]`` tensors: plain shards of Documents that are built once."""
+    mesh = mesh_of(case.mesh, case.axes)
+    assert case.cu_seqlens is not None
+    documents = Documents(torch.tensor(case.cu_seqlens), mesh)
+    q, k, v, dout = (x.squeeze(0) for x in case.inputs())
+    shards = [x.detach().requires_grad_() for x in shard_sequence(mesh, q, k, v, dim=0)]
+    q, k, v = shards
+    out, lse = ring_attention(q, k, v, window=case.window, cu_seqlens=documents, mesh=mesh, return_lse=True)
+    again = ring_attention(q, k, v, window=case.window, cu_seqlens=case.cu_seqlens, mesh=mesh)
+    assert torch.equal(out, again) and lse.shape == (case.q_heads, len(out))
+    whole = [x.detach().double().requires_grad_() for x in case.inputs()[:3]]
+    want, want_lse = dense_attention(whole[0], whole[1], whole[2], case.window, cu_seqlens=case.cu_seqlens)
+    grads = torch.autograd.grad(out, shards, shard_sequence(mesh, dout, dim=0))
+    want_grads = torch.autograd.grad(want, whole, dout.unsqueeze(0))
+    pairs = [(out, want), (lse.T.unsqueeze(-1), want_lse.transpose(1, 2).unsqueeze(-1))]
+    pairs += list(zip(grads, want_grads, strict=True))
+    return max(float((x - shard_sequence(mesh, y[0], dim=0)).abs().max()) for x, y in pairs if x.numel())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("window", [(4, 0), (-1, 0), (3, 3)])
+def test_packed_tensors(pools: Pools, ranks: int, window: tuple[int, int]) -> None:
+    case = Case(mesh=(ranks,), seq_len=26, window=window, cu_seqlens=(0, 5, 6, 20, 20, 26))
+    assert max(pools(ranks).run(packed, case)) < TOLERANCE
+
+
+def local_documents(_: None) -> list[tuple[list[int], list[int], int, int]]:
+    mesh = mesh_of((2,), ("cp",))
+    documents = Documents(torch.tensor([0, 5, 9, 9, 16]), mesh)
+    found = [documents.local(window) for window in [(-1, 0), (1, 0), (1, 2)]]
+    assert documents.cu_seqlens_q.tolist() == found[0].cu_seqlens_q.tolist()
+    assert documents.max_seqlen_k == found[0].max_seqlen_k
+    return [(x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist(), x.max_seqlen_q, x.max_seqlen_k) for x in found]
+
+
+def test_local_boundaries(pools: Pools) -> None:
+    first, second = pools(2).run(local_documents, None)
+    assert first == [([0, 5, 8], [0, 5, 8], 5, 5), ([0, 5, 8], [0, 5, 8], 5, 5), ([0, 5, 8], [0, 5, 9], 5, 5)]
+    assert second == [([0, 1, 8], [0, 4, 11], 7, 7), ([0, 1, 8], [0, 2, 9], 7, 7), ([0, 1, 8], [0, 2, 9], 7, 7)]
+
+
+def test_documents_from_tokens_and_positions() -> None:
+    tokens = torch.tensor([7, 7, 2, 9, 2, 2, 8, 8])
+    assert documents_from_eos(tokens, 2).cu_seqlens.tolist() == [0, 3, 5, 6, 8]
+    assert documents_from_eos(tokens[:6], 2).cu_seqlens.tolist() == [0, 3, 5, 6]
+    rows = documents_from_eos(torch.stack((tokens, torch.zeros_like(tokens))), 2)
+    assert rows.cu_seqlens.tolist() == [[0, 3, 5, 6, 8], [0, 8, 8, 8, 8]]
+    positions = torch.tensor([0, 1, 2, 0, 0, 1, 5, 6])
+    assert documents_from_position_ids(positions).cu_seqlens.tolist() == [0, 3, 4, 6, 8]
+    labels = next_token_labels(tokens, documents_from_eos(tokens, 2).cu_seqlens)
+    assert labels.tolist() == [7, 2, -100, 2, -100, -100, 8, -100]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([1, 4, 8], r"start at 0.*cu_seqlens\[0\] = 1"),
+        ([0, 6, 5, 8], r"not decrease.*cu_seqlens\[2\] = 5 after 6"),
+        ([0, 4], r"end at the 8 tokens.*got 4"),
+        ([0, 9], r"end at the 8 tokens.*got 9"),
+        ([[0, 8], [0, 8]], r"a boundary list a batch row, got \[2, 2\] for 1 rows"),
+        ([0.0, 8.0], "int32 or int64"),
+        ([], "int32 or int64"),
+    ],
+)
+def test_boundaries_that_are_none_raise_and_name_the_entry(cu_seqlens: list[int], message: str) -> None:
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        ring_attention(q, q, q, cu_seqlens=torch.tensor(cu_seqlens))
+
+
+def test_a_row_that_sees_no_key_has_the_sink() -> None:
+    # No window hides a query's own key, so only an empty document could; a sink of -inf changes nothing.
+    q, k, v = (torch.randn(1, 6, 2, 4, dtype=torch.float64) for _ in range(3))
+    none = torch.full((2,), float("-inf"), dtype=torch.float64, requires_grad=True)
+    out, lse = ring_attention(q, k, v, window=(2, 0), sinks=none, return_lse=True)
+    want, want_lse = ring_attention(q, k, v, window=(2, 0), return_lse=True)
+    assert torch.allclose(out, want) and torch.allclose(lse, want_lse)
+    (grad,) = torch.autograd.grad(out.sum(), none)
+    assert torch.equal(grad, torch.zeros_like(grad))

@@ -15,9 +15,9 @@ import torch
 import dtensor_ring_swa
 from dtensor_ring_swa import Plan, Window, make_plan
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.kernels import KERNELS
 from dtensor_ring_swa.layout import Run, chunk_length, shard
-from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.plan import Transfer, _make_plan
 
 PACKAGE = Path(dtensor_ring_swa.__file__).parent
@@ -25,9 +25,9 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 # Every import points to the left. A new module takes its place here.
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "deal", "keys",
-    "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.aten",
-    "kernels.flash", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding", "heads",
-    "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
+    "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.flash_groups",
+    "kernels.aten", "kernels.flash", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding",
+    "heads", "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")
@@ -260,13 +260,18 @@ def test_impossible_plans_raise_and_name_the_values(seq_len: int, ranks: int, ra
 
 def test_plans_are_hashable_and_shared() -> None:
     plan = make_plan(64, 4, 1, Window(5, 3))
-    assert make_plan(64, 4, 1, Window(5, 3)) is plan and {plan: 1}[_make_plan.__wrapped__(64, 4, 1, Window(5, 3), (0, 64), 0)]
+    assert (
+        make_plan(64, 4, 1, Window(5, 3)) is plan
+        and {plan: 1}[_make_plan.__wrapped__(64, 4, 1, Window(5, 3), (0, 64), 0)]
+    )
 
 
 def test_cost_of_a_plan_does_not_grow_with_tokens_or_ranks() -> None:
     def plan_and_seconds() -> tuple[Plan, float]:
         start = perf_counter()
-        return _make_plan.__wrapped__(64 * 2**20, 4096, 2048, Window(4095, 0), (0, 64 * 2**20), 0), perf_counter() - start
+        return _make_plan.__wrapped__(
+            64 * 2**20, 4096, 2048, Window(4095, 0), (0, 64 * 2**20), 0
+        ), perf_counter() - start
 
     plans, seconds = zip(*(plan_and_seconds() for _ in range(5)), strict=True)
     assert len(plans[0].sends) == len(plans[0].receives) == 1

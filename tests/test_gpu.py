@@ -85,6 +85,25 @@ def test_layouts(pool: RankPool, layout: str, window: tuple[int, int]) -> None:
     )  # fmt: skip
 
 
+DOCUMENTS = (0, 137, 137, 500, 501, 1300, 1389, 2048)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "triton", "aten", "reference"])
+@pytest.mark.parametrize("window", [(255, 0), (-1, 0), (30, 40), (-1, -1)])
+@pytest.mark.parametrize(("sink_tokens", "sinks"), [(0, None), (0, "dtensor"), (4, "dtensor")])
+def test_documents_and_sinks(
+    pool: RankPool, kernel: str, window: tuple[int, int], sink_tokens: int, sinks: str | None
+) -> None:
+    check(
+        pool,
+        Case(
+            batch=2, seq_len=2048, q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, window=window, mesh=(RANKS,),
+            dtype=torch.bfloat16, kernel=kernel, device="cuda", cu_seqlens=(DOCUMENTS, (0, *DOCUMENTS[:6], 2048)),
+            sink_tokens=sink_tokens, sinks=sinks,
+        ),
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("plain", [False, True])

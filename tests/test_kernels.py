@@ -13,6 +13,8 @@ from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels import KERNELS, Request, choose
 from dtensor_ring_swa.kernels.flash_band import _pieces
+from dtensor_ring_swa.kernels.flash_groups import Group, flash_groups
+from dtensor_ring_swa.plan import make_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (dtype, largest relative error in the norm)
@@ -169,3 +171,39 @@ def test_a_named_kernel_never_falls_back() -> None:
     assert choose("auto", request) is KERNELS["reference"]
     with pytest.raises(ValueError, match="unknown kernel 'cudnn'"):
         choose("cudnn", request)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), window=st.tuples(*[st.integers(-1, 12)] * 2), ranks=st.integers(1, 3))
+def test_flash_groups_show_what_the_blocks_show(data: st.DataObject, window: tuple[int, int], ranks: int) -> None:
+    seq_len = data.draw(st.integers(ranks, 40))
+    cu = (0, *sorted(data.draw(st.lists(st.integers(0, seq_len), max_size=6))), seq_len)
+    plan = make_plan(seq_len, ranks, data.draw(st.integers(0, ranks - 1)), window, cu)
+    for call in (*plan.interior_calls, *plan.boundary_calls):
+        want = {
+            (i + b.q_start, j + b.k_start)
+            for b in call.blocks
+            for i in range(b.q_stop - b.q_start)
+            for j in range(b.k_stop - b.k_start)
+            if b.band.lower <= j - i <= b.band.upper
+        }
+        groups = flash_groups(call, torch.device("cpu"))
+        assert groups is not None and len(groups) <= (1 if window[1] == 0 else 2)
+        shown = [pair for group in groups for pair in _pairs(group)]
+        assert len(shown) == len(want) and set(shown) == want
+
+
+def _pairs(group: Group) -> list[tuple[int, int]]:
+    """What FlashAttention shows of a group: each document's last query is aligned with its last key."""
+    q_edges = [0, group.rows.stop - group.rows.start] if group.cu_seqlens_q is None else group.cu_seqlens_q.tolist()
+    k_edges = [0, group.keys.stop - group.keys.start] if group.cu_seqlens_k is None else group.cu_seqlens_k.tolist()
+    left, right = (10**6 if side is None else side for side in group.window)
+    return [
+        (group.rows.start + i, group.keys.start + j)
+        for (q_start, q_stop), (k_start, k_stop) in zip(
+            itertools.pairwise(q_edges), itertools.pairwise(k_edges), strict=True
+        )
+        for i in range(q_start, q_stop)
+        for j in range(k_start, k_stop)
+        if -left <= (j - k_stop) - (i - q_stop) <= right
+    ]

@@ -36,30 +36,23 @@ def test_gradcheck(window: tuple[int, int], softcap: float) -> None:
     assert torch.autograd.gradcheck(call, tuple(inputs(1, 5, 3)))
 
 
-def test_opcheck() -> None:
+@pytest.mark.parametrize("extra", [False, True])
+def test_opcheck(extra: bool) -> None:
     q, k, v = inputs(2, 6, 4)
-    options = (2, 1, 0.5, 0.0, "reference", False, "contiguous", "auto", 6, "")
-    torch.library.opcheck(attention, (q, k, v, *options))
-    out, lse, halo = (x.detach() for x in attention(q, k, v, *options))
-    leaves = [x.detach() for x in (torch.randn_like(out), q, k, v)]
-    torch.library.opcheck(attention_backward, (*leaves, out, lse, halo, *options))
+    sinks = torch.randn(q.shape[2], dtype=torch.float64, requires_grad=True) if extra else None
+    more = (sinks, torch.tensor([0, 2, 6]) if extra else None)
+    options = (2, 1, int(extra), 0.5, 0.0, "reference", False, "contiguous", "auto", "auto", 6, "")
+    torch.library.opcheck(attention, (q, k, v, *more, *options))
+    results = (x.detach() for x in attention(q, k, v, *more, *options))
+    leaves = [x if x is None else x.detach() for x in (torch.randn_like(q), q, k, v, *more)]
+    torch.library.opcheck(attention_backward, (*leaves, *results, *options))
 
 
 def run_opcheck_on_shards() -> None:
     q, k, v = (x.detach()[:, :3].contiguous().requires_grad_() for x in inputs(2, 6, 4))
-    options = (
-        2,
-        1,
-        0.5,
-        0.0,
-        "reference",
-        False,
-        "contiguous",
-        "auto",
-        6,
-        mesh_of((2,), ("cp",)).get_group().group_name,
-    )
-    torch.library.opcheck(attention, (q, k, v, *options), test_utils=("test_schema", "test_faketensor"))
+    group = mesh_of((2,), ("cp",)).get_group().group_name
+    options = (2, 1, 1, 0.5, 0.0, "reference", False, "contiguous", "auto", "auto", 6, group)
+    torch.library.opcheck(attention, (q, k, v, None, None, *options), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_opcheck_with_an_exchange_inside(pools: Pools) -> None:

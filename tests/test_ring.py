@@ -13,8 +13,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring_swa import Window, gather_sequence, positions, ring_attention, shard_sequence
-from dtensor_ring_swa.deal import make_deal
 from dtensor_ring_swa.choice import choose_exchange
+from dtensor_ring_swa.deal import make_deal
 from dtensor_ring_swa.layout import LAYOUTS, runs
 from dtensor_ring_swa.merge import merge_
 from dtensor_ring_swa.plan import Transfer, make_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring_swa import gather_sequence, next_token_labels, positions, shard_sequence, token_mean
+from dtensor_ring_swa import (
+    Documents,
+    documents_from_eos,
+    gather_sequence,
+    next_token_labels,
+    positions,
+    shard_sequence,
+    token_mean,
+)
 from dtensor_ring_swa.testing import RankPool
 
 from cases import mesh_of
@@ -185,13 +194,64 @@ def test_ignore_index_is_the_callers() -> None:
 
 def test_labels_of_a_single_token_and_of_none() -> None:
     assert next_token_labels(torch.tensor([5])).tolist() == [-100]
-    assert next_token_labels(torch.empty(2, 0, dtype=torch.long), torch.tensor([0])).shape == (2, 0)
+    assert next_token_labels(torch.empty(2, 0, dtype=torch.long), torch.tensor([0, 0])).shape == (2, 0)
 
 
-@pytest.mark.parametrize("ends", [[0, 9], [-1, 8]])
-def test_document_boundaries_outside_the_sequence_raise(ends: list[int]) -> None:
-    with pytest.raises(ValueError, match=rf"\[0, 8\], got \[{ends[0]}, {ends[1]}\]"):
-        next_token_labels(torch.arange(8), torch.tensor(ends))
+@pytest.mark.parametrize("form", [torch.tensor, list, Documents])
+def test_boundaries_of_each_row(form: Callable[[list[list[int]]], Any]) -> None:
+    tokens = torch.arange(16).view(2, 8)
+    labels = next_token_labels(tokens, form([[0, 3, 8, 8], [0, 1, 7, 8]]))
+    assert labels.tolist() == [[1, 2, -100, 4, 5, 6, 7, -100], [-100, 10, 11, 12, 13, 14, -100, -100]]
+
+
+def test_documents_label_as_their_boundaries_do() -> None:
+    tokens = torch.tensor([[5, 6, 0, 7, 8], [0, 5, 6, 7, 0]])
+    want = [[6, 0, -100, 8, -100], [-100, 6, 7, 0, -100]]
+    assert next_token_labels(tokens, documents_from_eos(tokens, 0)).tolist() == want
+    shared = [[6, 0, -100, 8, -100], [5, 6, -100, 0, -100]]
+    assert next_token_labels(tokens, Documents([0, 3, 5])).tolist() == shared
+    assert next_token_labels(tokens[0], Documents([0, 3, 5])).tolist() == shared[0]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "words"),
+    [
+        ([0, 9], r"end at the 8 tokens .* got cu_seqlens\[-1\] = 9"),
+        ([0, 7], r"end at the 8 tokens .* got cu_seqlens\[-1\] = 7"),
+        ([-1, 8], r"start at 0 .* cu_seqlens\[0\] = -1"),
+        ([0, 5, 4, 8], r"cu_seqlens\[2\] = 4 after 5"),
+        ([[0, 8]] * 3, r"\[3, 2\] for 2 rows"),
+    ],
+)
+def test_boundaries_that_do_not_fit_the_tokens_raise(boundaries: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        next_token_labels(torch.arange(16).view(2, 8), torch.tensor(boundaries))
+
+
+def test_boundaries_of_rows_need_rows() -> None:
+    with pytest.raises(ValueError, match=r"need tokens \[B, S\], got \[1, 2\] for \[8\]"):
+        next_token_labels(torch.arange(8), torch.tensor([[0, 8]]))
+
+
+def labels_on_rank(boundaries: list[int]) -> list[int]:
+    labels = next_token_labels(torch.arange(8)[None], Documents(boundaries, cp_mesh()))
+    return shard_sequence(cp_mesh(), labels)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "first", "second"),
+    [
+        # The label of a shard's last token is the next shard's first, unless a document ends there.
+        ([0, 3, 8], [1, 2, -100, 4], [5, 6, 7, -100]),
+        ([0, 4, 8], [1, 2, 3, -100], [5, 6, 7, -100]),
+        ([0, 5, 8], [1, 2, 3, 4], [-100, 6, 7, -100]),
+        ([0, 7, 8], [1, 2, 3, 4], [5, 6, -100, -100]),
+    ],
+)
+def test_labels_at_cuts_and_document_ends(
+    pools: Pools, boundaries: list[int], first: list[int], second: list[int]
+) -> None:
+    assert pools(2).run(labels_on_rank, boundaries) == [first, second]
 
 
 # token_mean
@@ -226,6 +286,42 @@ def test_token_mean_equals_one_process(
 ) -> None:
     for value, grad, mean, mean_grad in pools(len(counts)).run(losses_on_rank, counts, gradients, shape):
         assert value == pytest.approx(mean, rel=1e-12) and grad == pytest.approx(mean_grad, rel=1e-12)
+
+
+def packed_losses_on_rank(boundaries: list[int]) -> tuple[float, float, int, bool]:
+    """Distance of mean and gradient from one process, this rank's tokens that count, and whether all is finite."""
+    logits = torch.randn(1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = next_token_labels(torch.arange(8)[None], torch.tensor(boundaries))
+    mine, mine_labels = shard_sequence(cp_mesh(), logits, labels)
+
+    def loss_sum(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy((x + bias).flatten(0, 1), y.flatten(), reduction="sum")
+
+    bias = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    count = (mine_labels != -100).sum()
+    value = token_mean(loss_sum(mine, mine_labels, bias), count, cp_mesh(), gradients="sum")
+    (grad,) = torch.autograd.grad(value, bias)
+    finite = bool(torch.isfinite(grad).all())
+    dist.all_reduce(grad)
+    alone = loss_sum(logits, labels, bias) / (8 - sum(b > a for a, b in pairwise(boundaries)))
+    (alone_grad,) = torch.autograd.grad(alone, bias)
+    return abs(float(value - alone)), float((grad - alone_grad).abs().max()), int(count), finite
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "counts"),
+    [
+        ([0, 7, 8], [4, 2]),
+        ([0, 3, 8], [3, 3]),
+        # All of the second rank is padding: documents of one token.
+        ([0, 4, 5, 6, 7, 8], [3, 0]),
+    ],
+)
+def test_every_token_of_packed_documents_counts_once(pools: Pools, boundaries: list[int], counts: list[int]) -> None:
+    found = pools(2).run(packed_losses_on_rank, boundaries)
+    assert [count for _, _, count, _ in found] == counts
+    for value_error, grad_error, _, finite in found:
+        assert finite and value_error < 1e-12 and grad_error < 1e-12
 
 
 def float32_means(cases: int) -> torch.Tensor:

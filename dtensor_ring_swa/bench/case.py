@@ -1,10 +1,10 @@
-"""One case: a shape on this rank, with the device, the ranks and the random inputs."""
+"""One case: a shape on this rank, with the device and the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_node_local_rank
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.bench.extras import NO_EXTRAS, Extras
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.window import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Environment:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
         return numbers.tolist()
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """The mean of each value over the ranks. Collective."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, group=self.group)
+        return (numbers / self.ranks).tolist()
 
 
 def local_device(wanted: str) -> torch.device:
@@ -80,6 +88,7 @@ class Case:
     request: Request
     kernel: Kernel
     environment: Environment
+    extras: Extras = NO_EXTRAS
 
     @property
     def seq_len(self) -> int:
@@ -90,6 +99,19 @@ class Case:
     def plan(self) -> Plan:
         """This rank's plan."""
         return make_plan(self.seq_len, self.environment.ranks, self.environment.rank, self.shape.window)
+
+    @property
+    def lopsided(self) -> bool:
+        """Whether the window is unlimited on one side only, so that contiguous shards have unequal work."""
+        return (self.shape.window.left == UNLIMITED) != (self.shape.window.right == UNLIMITED)
+
+    @property
+    def against_one_device(self) -> bool:
+        """Whether the ideal is a share of one device's time for the whole sequence.
+
+        A rank's own part is no ideal where the parts are unequal, or depend on the layout.
+        """
+        return UNLIMITED in self.shape.window or self.extras.given
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -109,8 +131,15 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Useful operations of this rank's forward; backward does 2.5 times as many."""
+        """Useful operations of this rank's forward, or of the mean rank's; backward does 2.5 times as many.
+
+        The mean where the ideal is a share of one device's time.
+        """
         shape = self.shape
+        if self.against_one_device:
+            pairs = self.extras.pairs(self.seq_len, shape.window)
+            width = shape.head_dim + shape.v_head_dim
+            return 2 * pairs * self.batch * shape.q_heads * width // self.environment.ranks
         return self.plan.flops(
             q_heads=shape.q_heads, head_dim=shape.head_dim, v_head_dim=shape.v_head_dim, batch=self.batch
         )
@@ -129,40 +158,3 @@ class Case:
     def wide_dtype(self) -> torch.dtype:
         """In which partial results are merged."""
         return torch.promote_types(self.request.dtype, torch.float32)
-
-
-_TENSORS = ("q", "k", "v", "dout")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One set of random inputs. Any rank can make any rank's shard, so baselines need no set-up messages."""
-
-    case: Case
-    index: int
-    _own: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def own(self, tensor: str) -> torch.Tensor:
-        """This rank's shard of ``"q"``, ``"k"``, ``"v"`` or ``"dout"``, made once and shared."""
-        if tensor not in self._own:
-            self._own[tensor] = self.shard(tensor, self.case.environment.rank)
-        return self._own[tensor]
-
-    def shard(self, tensor: str, rank: int) -> torch.Tensor:
-        """``rank``'s shard."""
-        case, shape = self.case, self.case.shape
-        seed = (self.index * case.environment.ranks + rank) * len(_TENSORS) + _TENSORS.index(tensor)
-        generator = torch.Generator(case.request.device).manual_seed(seed)
-        heads = shape.q_heads if tensor in ("q", "dout") else shape.kv_heads
-        width = shape.head_dim if tensor in ("q", "k") else shape.v_head_dim
-        size = (case.batch, case.rows, heads, width)
-        return torch.randn(size, dtype=case.request.dtype, device=case.request.device, generator=generator)
-
-    def run_of(self, tensor: str, start: int, stop: int) -> torch.Tensor:
-        """The rows at the global positions ``start:stop``, wherever they lie."""
-        rows = self.case.rows
-        parts = []
-        for rank in range(start // rows, -(-stop // rows)):
-            first, last = max(start - rank * rows, 0), min(stop - rank * rows, rows)
-            parts.append(self.shard(tensor, rank)[:, first:last])
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -7,8 +7,10 @@ import math
 import torch
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Given
+from dtensor_ring_swa.layout import runs
 
 # Of |x - expected| / |expected|: a few roundings of the dtype.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -16,15 +18,34 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, tor
 Expected = dict[str, torch.Tensor]
 
 
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
+
+
 def expected(inputs: Inputs) -> Expected:
-    """This rank's out, dq, dk and dv, from the reference kernel. Every rank computes all of them."""
+    """The whole sequence's out, dq, dk and dv, from the reference kernel. Every rank computes all of them."""
     case = inputs.case
-    q, k, v, dout = (inputs.run_of(name, 0, case.seq_len).double() for name in Given._fields)
+    q, k, v, dout = (inputs.whole(name).double() for name in Given._fields)
+    extras = case.extras.arguments(case.seq_len, case.shape.q_heads, q.device, case.request.dtype)
+    if "sinks" in extras:
+        extras["sinks"] = extras["sinks"].detach().double().requires_grad_()
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
-    out = ring_attention(*leaves, window=case.shape.window, softcap=case.shape.softcap, kernel="reference")
-    grads = torch.autograd.grad(out, leaves, dout)
-    own = slice(case.plan.start, case.plan.stop)
-    return {name: x.detach()[:, own] for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+    out = ring_attention(
+        *map(case.extras.pack, leaves), window=case.shape.window, softcap=case.shape.softcap, kernel="reference",
+        **extras,
+    )  # fmt: skip
+    besides = tuple(extras[name] for name in ("sinks",) if name in extras)
+    grads = torch.autograd.grad(out, (*leaves, *besides), case.extras.pack(dout))
+    return dict(zip(NAMES, (case.extras.unpack(out.detach()), *grads), strict=False))
+
+
+def rows_of(case: Case, whole: Expected, layout: str) -> Expected:
+    """This rank's rows in a layout. The gradient of learned sinks has none."""
+    environment = case.environment
+    held = runs(layout, case.seq_len, environment.ranks, environment.rank)
+    return {
+        name: x if name == "dsinks" else torch.cat([x[:, run.start : run.stop : run.step] for run in held], dim=1)
+        for name, x in whole.items()
+    }
 
 
 def errors(wanted: Expected, found: Expected) -> dict[str, float]:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from dtensor_ring_swa.bench.case import Case, Environment, distributed, local_device
-from dtensor_ring_swa.bench.options import BASELINES, DTYPES, Options, parse
-from dtensor_ring_swa.bench.report import case_table, device_name, plot, versions, write_json
-from dtensor_ring_swa.bench.run import OURS, run_case
-from dtensor_ring_swa.bench.shapes import SHAPES, Shape
+from dtensor_ring_swa.bench.hybrid import hybrid_records, hybrid_table
+from dtensor_ring_swa.bench.job import Job, jobs_of
+from dtensor_ring_swa.bench.options import Options, parse
+from dtensor_ring_swa.bench.parser import BASELINES, OURS
+from dtensor_ring_swa.bench.report import case_table, device_name, plot, read_json, versions, write_json
+from dtensor_ring_swa.bench.run import run_case
+from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES
 from dtensor_ring_swa.bench.simulate import simulate
-from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
-
-
-@dataclass(frozen=True)
-class Job:
-    """A shape that can run here."""
-
-    shape: Shape
-    rows: int
-    request: Request
-    kernel: Kernel
+from dtensor_ring_swa.kernels import KERNELS, Request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,70 +32,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
         if options.simulate_ranks is not None:
             return simulate(options)
+        if options.recorded is not None and options.plot is not None:
+            plot(options.plot, read_json(options.recorded))
+            return 0
         device = local_device(options.device)
         if options.list:
             print(_listing(device))
             return 0
-        jobs = [_job(shape, options, device) for shape in options.shapes]
+        jobs = jobs_of(options, device)
     except (ValueError, NotImplementedError) as problem:
         # One write: the lines of many ranks do not mix.
         sys.stderr.write(f"bench: {problem}\n")
         sys.stderr.flush()
         return 2
     with distributed(device) as environment:
-        return _run(jobs, options, environment)
+        return run_jobs(jobs, options, environment)
 
 
-def _job(shape: Shape, options: Options, device: torch.device) -> Job:
-    """Check that a shape can run on this device.
+def run_jobs(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
+    """Measure, print and write. Collective.
 
-    Raises:
-        NotImplementedError: If the named kernel cannot serve it.
-        ValueError: If it cannot fit into the device's memory.
+    Returns:
+        0, or 1 if ``--check`` found a fault.
     """
-    cuda = device.type == "cuda"
-    dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
-    rows = options.rows or (32768 if cuda else 512)
-    request = Request(
-        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap
-    )
-    try:
-        kernel = choose(options.kernel, request)
-    except NotImplementedError as problem:
-        raise NotImplementedError(f"{shape}: {problem}") from problem
-    if cuda:
-        # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
-        width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
-        least = 2 * options.batch * rows * width * dtype.itemsize
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if least > memory:
-            raise ValueError(
-                f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
-                "pass fewer --rows"
-            )
-    return Job(shape, rows, request, kernel)
-
-
-def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
     record: dict[str, Any] = {
         "versions": versions(), "device": device_name(environment.device), "ranks": environment.ranks,
-        "repeats": options.repeats, "batch": options.batch, "cases": [],
+        "repeats": options.repeats, "batch": options.batch, "extras": asdict(options.extras), "cases": [],
     }  # fmt: skip
     first = environment.rank == 0
     for job in jobs:
-        case = Case(job.shape, job.rows, options.batch, job.request, job.kernel, environment)
+        case = Case(job.shape, job.rows, options.batch, job.request, job.kernel, environment, options.extras)
         dtype = str(job.request.dtype).removeprefix("torch.")
-        measured = run_case(case, options.baselines, options.repeats, options.check)
+        measured = run_case(case, options.methods, options.repeats, options.check)
         shape = asdict(job.shape)
         record["cases"].append({"shape": shape, "dtype": dtype, "kernel": job.kernel.NAME, **measured})
         if first:
             print(
                 f"\n{job.shape}\n{job.rows} rows on each of {environment.ranks} x {record['device']}, "
                 f"batch {options.batch}, {dtype}, kernel {job.kernel.NAME}"
+                + (f", {options.extras.asked}" if options.extras.given else "")
                 + (f" ({job.shape.note})" if job.shape.note else ""),
             )
             print(case_table(record["cases"][-1]), flush=True)
+    record["hybrids"] = hybrid_records(options.hybrids, record["cases"])
     if first:
+        print("".join(f"\n{hybrid_table(hybrid)}\n" for hybrid in record["hybrids"]), end="", flush=True)
         if options.json:
             write_json(options.json, record)
         if options.plot:
@@ -112,7 +86,8 @@ def _run(jobs: Sequence[Job], options: Options, environment: Environment) -> int
 
 def _listing(device: torch.device) -> str:
     lines = ["shapes:", *(f"  {shape}{f' ({shape.note})' if shape.note else ''}" for shape in SHAPES.values())]
-    lines += [f"methods: {', '.join(kind.name for kind in OURS)} always; --baselines {','.join(BASELINES)}"]
+    lines += ["both kinds of layer of a model:", *(f"  {name}" for name in HYBRIDS)]
+    lines += [f"methods, as far as they suit the window: --ours {','.join(OURS)} --baselines {','.join(BASELINES)}"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lines += [f"kernels on {device_name(device)}, {str(dtype).removeprefix('torch.')}, head dim 128:"]
     request = Request(device, dtype, 128, 128, 128**-0.5)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dtensor_ring_swa.bench.case import Case, Inputs
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
 from dtensor_ring_swa.window import UNLIMITED
 

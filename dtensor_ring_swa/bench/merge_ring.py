@@ -16,7 +16,8 @@ class MergeRing(Method):
 
     As the known open implementations do it: whole chunks travel round the ring on the ordinary
     group, as many hops as the window spans, while the chunk at hand is computed; out, dq, and the
-    dk and dv that travel are accumulated in float32. A window to the right turns the other way.
+    dk and dv that travel are accumulated in float32. A window to the right turns the other way; where
+    both ways would bring more chunks than there are, all come one way.
     """
 
     name = "merge-ring"
@@ -24,22 +25,25 @@ class MergeRing(Method):
     @property
     def _turns(self) -> list[tuple[int, int]]:
         """(direction, hops): +1 brings the chunks of earlier ranks."""
-        left, right = (min(-(-reach // self.case.rows), self.case.environment.ranks - 1) for reach in self.case.reach)
+        others = self.case.environment.ranks - 1
+        left, right = (min(-(-reach // self.case.rows), others) for reach in self.case.reach)
+        if left + right > others:
+            return [(1, others)]
         return [(1, left), (-1, right)] if right else [(1, left)]
 
     def forward(self, given: Given) -> Partial:
         """Compute each chunk while the next one arrives, and merge."""
         own = _pack(given.k, given.v)
         pending = [self._pass(own, direction) if hops else (own, []) for direction, hops in self._turns]
-        out, lse = attend(self.case, given.q, given.k, given.v, self._band(0))
+        out, lse = attend(self.case, given.q, given.k, given.v, self._band_to(0))
         out = out.to(self.case.wide_dtype)
         for (direction, hops), (chunk, works) in zip(self._turns, pending, strict=True):
             for hop in range(1, hops + 1):
                 _wait(works)
                 arriving, works = self._pass(chunk, direction) if hop < hops else (chunk, [])
-                if self._visible(direction * hop):
+                if (band := self._band(direction * hop)) is not None:
                     k, v = _unpack(chunk, given)
-                    _merge(out, lse, *attend(self.case, given.q, k, v, self._band(direction * hop)))
+                    _merge(out, lse, *attend(self.case, given.q, k, v, band))
                 chunk = arriving
         return out.to(given.q.dtype), lse
 
@@ -48,7 +52,7 @@ class MergeRing(Method):
         case, wide = self.case, self.case.wide_dtype
         own = _pack(given.k, given.v)
         pending = [self._pass(own, direction) if hops else (own, []) for direction, hops in self._turns]
-        dq, dk, dv = attend_backward(case, given, state, self._band(0))
+        dq, dk, dv = attend_backward(case, given, state, self._band_to(0))
         dq, dkv = dq.to(wide), _pack(dk, dv).to(wide)
         for (direction, hops), (chunk, works) in zip(self._turns, pending, strict=True):
             travelling, grad_works = torch.zeros_like(own, dtype=wide), []
@@ -56,9 +60,9 @@ class MergeRing(Method):
                 _wait(works)
                 arriving, works = self._pass(chunk, direction) if hop < hops else (chunk, [])
                 share = None
-                if self._visible(direction * hop):
+                if (band := self._band(direction * hop)) is not None:
                     keys = Given(given.q, *_unpack(chunk, given), given.dout)
-                    dq_share, dk, dv = attend_backward(case, keys, state, self._band(direction * hop))
+                    dq_share, dk, dv = attend_backward(case, keys, state, band)
                     dq += dq_share
                     share = _pack(dk, dv)
                 _wait(grad_works)
@@ -84,15 +88,23 @@ class MergeRing(Method):
         itemsize = case.request.dtype.itemsize
         return numel * itemsize, numel * (itemsize + case.wide_dtype.itemsize)
 
-    def _band(self, distance: int) -> Band:
-        """The band between the own rows and the chunk ``distance`` ranks before."""
+    def _band_to(self, distance: int) -> Band:
+        """The band between the own rows and the chunk of the rank ``distance`` before."""
         rows = self.case.rows
         left, right = self.case.reach
         return Band(distance * rows - left, distance * rows + right).clip(rows, rows)
 
-    def _visible(self, distance: int) -> bool:
-        """Whether the chunk is there and not one that came round the end of the sequence."""
-        return 0 <= self.case.environment.rank - distance < self.case.environment.ranks
+    def _band(self, hops: int) -> Band | None:
+        """The band to the chunk that ``hops`` brought, or None if it shows nothing of it.
+
+        A chunk that came round the end of the sequence is wanted only where all come one way.
+        """
+        environment = self.case.environment
+        distance = environment.rank - (environment.rank - hops) % environment.ranks
+        if distance != hops and len(self._turns) > 1:
+            return None
+        band = self._band_to(distance)
+        return band if band.pairs(self.case.rows, self.case.rows) else None
 
     def _pass(self, chunk: torch.Tensor, distance: int) -> tuple[torch.Tensor, list[dist.Work]]:
         """Start to send a chunk ``distance`` ranks on, and to receive one from as far back."""

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.bench.case import Case, Inputs
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# dq, dk and dv, and after them the gradient of learned sinks where there are any.
+Gradients = tuple[torch.Tensor, ...]
 
 
 class Given(NamedTuple):
@@ -32,20 +34,41 @@ class Method(ABC):
     name: ClassVar[str]
     # Whether every byte it receives passes through what wire.py counts.
     counted: ClassVar[bool] = True
+    # Whether it takes packed documents and sinks.
+    takes_extras: ClassVar[bool] = False
+    # In which layout its rows lie.
+    layout: str = "contiguous"
     # Why there is no backward here, if so.
     backward_gap: str | None = None
+    # What to know about how it ran, if anything.
+    note: str = ""
 
     def __init__(self, case: Case) -> None:
         self.case = case
+
+    @classmethod
+    def suits(cls, case: Case) -> bool:
+        """Whether it is of interest for such a window; if not, it is not mentioned."""
+        return True
 
     @classmethod
     def gap(cls, case: Case) -> str | None:
         """Why it cannot run, or None; the same on every rank, and nothing is sent."""
         return None
 
+    @property
+    def share(self) -> float | None:
+        """Of the time that is measured, the part that is reported, where it is one device's for the whole sequence."""
+        return None
+
+    @property
+    def compute_layout(self) -> str:
+        """In which layout the rows are computed, which settles how even the work is."""
+        return self.layout
+
     def prepare(self, inputs: Inputs) -> Given:
         """Make the tensors of one set."""
-        return Given(*(inputs.own(name) for name in Given._fields))
+        return Given(*(inputs.own(name, self.layout) for name in Given._fields))
 
     @abstractmethod
     def forward(self, given: Given) -> Any:
@@ -57,19 +80,22 @@ class Method(ABC):
 
     @abstractmethod
     def output(self, state: Any) -> torch.Tensor:
-        """This rank's output ``[B, rows, Hq, Dv]``, for ``--check``."""
+        """This rank's output ``[B, rows, Hq, Dv]`` in ``layout``, for ``--check``."""
 
     def gradients(self, grads: Gradients) -> Gradients:
         """This rank's dq, dk and dv, for ``--check``. Collective."""
         return grads
 
     @abstractmethod
-    def predicted_bytes(self) -> tuple[int, int]:
-        """Bytes that this rank has to receive, forward and backward."""
+    def predicted_bytes(self) -> tuple[int, int] | None:
+        """Bytes that this rank has to receive, forward and backward; None if they are not predicted."""
 
 
 class Differentiated(Method):
     """A method whose backward is autograd's, on a graph that is kept."""
+
+    # Leaves besides q, k and v.
+    leaves_besides: tuple[torch.Tensor, ...] = ()
 
     @abstractmethod
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -90,8 +116,7 @@ class Differentiated(Method):
 
     def backward(self, given: Given, state: torch.Tensor) -> Gradients:
         """Run the graph, and keep it for the next time."""
-        dq, dk, dv = torch.autograd.grad(state, given[:3], given.dout, retain_graph=True)
-        return dq, dk, dv
+        return torch.autograd.grad(state, (*given[:3], *self.leaves_besides), given.dout, retain_graph=True)
 
     def output(self, state: torch.Tensor) -> torch.Tensor:
         """The output, without its graph."""

@@ -1,34 +1,86 @@
-"""``ring_attention`` itself, and the ideal without ranks that it is measured against."""
+"""``ring_attention`` itself: every way to call it that is worth a comparison."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Inputs
-from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients, Method, attend, attend_backward
+from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.inputs import Inputs
+from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
+from dtensor_ring_swa.bench.traffic import Sizes, Traffic
+from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.window import UNLIMITED
 
 
 class Ring(Differentiated):
     """``ring_attention`` on plain shards. ``seq_len`` is given, as a training loop knows it."""
 
     name = "ring"
+    takes_extras = True
+    load_balance: ClassVar[str] = "auto"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._extras = self._arguments()
+        self.leaves_besides = tuple(self._extras[name] for name in ("sinks",) if name in self._extras)
+
+    def _arguments(self) -> dict[str, Any]:
+        case = self.case
+        return case.extras.arguments(case.seq_len, case.shape.q_heads, case.request.device, case.request.dtype)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        shape = self.case.shape
+        return {
+            "window": shape.window, "softcap": shape.softcap, "kernel": self.case.kernel.NAME, "layout": self.layout,
+            "load_balance": self.load_balance, **self._extras,
+        }  # fmt: skip
+
+    def prepare(self, inputs: Inputs) -> Given:
+        """This rank's rows in the layout."""
+        given = (inputs.own(name, self.layout) for name in Given._fields)
+        return self.leaves(Given(*map(self.case.extras.pack, given)))
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See ``Differentiated``."""
         case = self.case
-        return ring_attention(
-            q, k, v, window=case.shape.window, softcap=case.shape.softcap, kernel=case.kernel.NAME,
-            mesh=case.environment.mesh, seq_len=case.seq_len,
-        )  # fmt: skip
+        return ring_attention(q, k, v, mesh=case.environment.mesh, seq_len=case.seq_len, **self._options)
 
-    def predicted_bytes(self) -> tuple[int, int]:
-        """The halo's rows; backward receives the neighbours' gradients of the rows sent to them."""
-        plan, row = self.case.plan, self.case.row_numel
-        received = (plan.left + plan.right) * row * self.case.request.dtype.itemsize
-        return received, sum(len(t) for t in plan.sends) * row * self.case.grad_dtype.itemsize
+    def output(self, state: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        return self.case.extras.unpack(state.detach())
+
+    def gradients(self, grads: Gradients) -> Gradients:
+        """The shards' gradients; those of learned sinks are summed over the ranks."""
+        for total in grads[3:]:
+            dist.all_reduce(total, group=self.case.environment.group)
+        return (*map(self.case.extras.unpack, grads[:3]), *grads[3:])
+
+    @property
+    def _traffic(self) -> Traffic:
+        case = self.case
+        environment = case.environment
+        return Traffic(
+            case.shape, case.batch, self.layout, self.load_balance, case.seq_len, environment.ranks, environment.rank
+        )
+
+    @property
+    def compute_layout(self) -> str:
+        """Where contiguous shards are dealt to another layout, that one."""
+        return self._traffic.compute_layout
+
+    def predicted_bytes(self) -> tuple[int, int] | None:
+        """The halo's rows or the ring's shards, their gradients, and what is dealt to another layout and back."""
+        case = self.case
+        if case.extras.given:
+            return None
+        dtypes = (case.request.dtype, case.grad_dtype, case.wide_dtype)
+        return self._traffic.received(Sizes(*(dtype.itemsize for dtype in dtypes)))
 
 
 class RingDTensor(Ring):
@@ -36,69 +88,72 @@ class RingDTensor(Ring):
 
     name = "ring-dtensor"
 
+    def _arguments(self) -> dict[str, Any]:
+        found = super()._arguments()
+        if "sinks" in found:
+            whole = DTensor.from_local(found["sinks"].detach(), self.case.environment.mesh, [Replicate()])
+            found["sinks"] = whole.requires_grad_()
+        return found
+
     def prepare(self, inputs: Inputs) -> Given:
         """Wrap the shards."""
-        mesh = self.case.environment.mesh
-        plain = Given(*(inputs.own(name) for name in Given._fields))
-        return self.leaves(Given(*(DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in plain)))
+        mesh, extras = self.case.environment.mesh, self.case.extras
+        dim = 0 if extras.lengths else 1
+        plain = (extras.pack(inputs.own(name)) for name in Given._fields)
+        return self.leaves(Given(*(DTensor.from_local(x, mesh, [Shard(dim)], run_check=False) for x in plain)))
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See ``Differentiated``."""
-        shape = self.case.shape
-        return ring_attention(q, k, v, window=shape.window, softcap=shape.softcap, kernel=self.case.kernel.NAME)
+        return ring_attention(q, k, v, **self._options)
 
     def output(self, state: torch.Tensor) -> torch.Tensor:
         """The local shard."""
-        return _local(state.detach())
+        return self.case.extras.unpack(_local(state.detach()))
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """The local shards."""
-        dq, dk, dv = map(_local, grads)
-        return dq, dk, dv
+        """The local shards; those of learned sinks are whole."""
+        whole = (x.full_tensor() if isinstance(x, DTensor) else x for x in grads[3:])
+        return (*(self.case.extras.unpack(_local(x)) for x in grads[:3]), *whole)
 
 
-class Ideal(Method):
-    """The same kernel on the same (query, key) pairs with no communication: what cannot be beaten.
+class RingUnbalanced(Ring):
+    """Contiguous shards as they are: with a window unlimited on one side, an end rank has most of the work."""
 
-    The halo lies before and after the shard in one buffer from the start, so that one kernel call
-    does this rank's whole work: all rows of q against [left halo | shard | right halo]. Backward
-    writes dk and dv of the whole buffer and leaves the halo's part where it is.
-    """
+    name = "ring-unbalanced"
+    load_balance = "none"
 
-    name = "ideal"
+    @classmethod
+    def suits(cls, case: Case) -> bool:
+        """Where there is something to balance."""
+        return case.lopsided
 
-    def prepare(self, inputs: Inputs) -> Given:
-        """Put the halo around the shard."""
-        reached = self.case.reached
-        k, v = (inputs.run_of(name, reached.start, reached.stop) for name in ("k", "v"))
-        return Given(inputs.own("q"), k, v, inputs.own("dout"))
 
-    def forward(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-        """One kernel call."""
-        return attend(self.case, given.q, given.k, given.v, self.case.band)
+class RingZigzag(Ring):
+    """The sequence already lies in the zigzag layout, so that nothing is dealt in the call."""
 
-    def backward(self, given: Given, state: tuple[torch.Tensor, torch.Tensor]) -> Gradients:
-        """One kernel call."""
-        return attend_backward(self.case, given, state, self.case.band)
+    name = "ring-zigzag"
+    layout = "zigzag"
 
-    def output(self, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The output."""
-        return state[0]
+    @classmethod
+    def suits(cls, case: Case) -> bool:
+        """For windows without limit: limited ones have no use for scattered neighbours."""
+        return UNLIMITED in case.shape.window
 
-    def gradients(self, grads: Gradients) -> Gradients:
-        """Add the halos' parts to their owners' the plain way: one sum of whole-sequence buffers."""
-        plan, case = self.case.plan, self.case
-        sums = []
-        for grad in grads[1:]:
-            whole = grad.new_zeros(case.batch, case.seq_len, *grad.shape[2:], dtype=case.wide_dtype)
-            whole[:, case.reached] = grad
-            dist.all_reduce(whole, group=case.environment.group)
-            sums.append(whole[:, plan.start : plan.stop])
-        return grads[0], sums[0], sums[1]
+    @classmethod
+    def gap(cls, case: Case) -> str | None:
+        """Whether the length divides."""
+        try:
+            runs(cls.layout, case.seq_len, case.environment.ranks, 0)
+        except ValueError as problem:
+            return str(problem)
+        return None
 
-    def predicted_bytes(self) -> tuple[int, int]:
-        """Nothing."""
-        return 0, 0
+
+class RingStriped(RingZigzag):
+    """The sequence already lies in stripes."""
+
+    name = "ring-striped"
+    layout = "striped"
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

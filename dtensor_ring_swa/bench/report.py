@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+DIRECTIONS = ("forward", "backward")
 _PACKAGES = ("dtensor-ring-swa", "torch", "triton", "flash-attn-4", "flash-attn", "ring_swa")
 
 
@@ -52,20 +53,37 @@ _HEADER = (
 )  # fmt: skip
 
 
+# Added where the ideal is a share of one device's time.
+_BALANCE = ("imbalance", "fwd", "bwd")
+
+
 def case_table(case: dict[str, Any]) -> str:
     """The numbers of one case, and what was left out with the reason."""
-    rows, notes = [], []
+    rows, notes, balance = [], [], any("imbalance_predicted" in method for method in case["methods"])
     for method in case["methods"]:
         if "skipped" in method:
             notes.append(f"{method['name']} not run: {method['skipped']}")
             continue
         if "backward_skipped" in method:
             notes.append(f"{method['name']} backward not run: {method['backward_skipped']}")
-        halves = [_half(method.get(direction)) for direction in ("forward", "backward")]
-        host = "/".join(_number(method.get(d, {}).get("host_ms"), 2) for d in ("forward", "backward"))
-        rows.append((method["name"], *halves[0], *halves[1], host, _megabytes(method["peak_bytes"])))
+        if "note" in method:
+            notes.append(f"{method['name']}: {method['note']}")
+        halves = [_half(method.get(direction)) for direction in DIRECTIONS]
+        host = "/".join(_number(method.get(d, {}).get("host_ms"), 2) for d in DIRECTIONS)
+        measured = [_number(method.get(d, {}).get("imbalance_measured"), 3) for d in DIRECTIONS]
+        even = (_number(method.get("imbalance_predicted"), 3), *measured) if balance else ()
+        rows.append((method["name"], *halves[0], *halves[1], host, _megabytes(method["peak_bytes"]), *even))
+    notes += [f"{name} is one device's time for the whole sequence by the ranks: {ms:.3f} ms {direction}"
+              for name, direction, ms in _one_device(case)]  # fmt: skip
     notes += [f"CHECK FAILED {failure}" for failure in case["failures"]]
-    return "\n".join([table(_HEADER, rows), *notes])
+    return "\n".join([table(_HEADER + (_BALANCE if balance else ()), rows), *notes])
+
+
+def _one_device(case: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    for method in case["methods"]:
+        for direction in DIRECTIONS:
+            if "one_device_ms" in method.get(direction, {}):
+                yield method["name"], direction, method[direction]["one_device_ms"]
 
 
 def _half(numbers: dict[str, Any] | None) -> tuple[str, ...]:
@@ -91,6 +109,22 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote of a measured run.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"{path} is no JSON: {problem}") from problem
+    cases = record.get("cases") if isinstance(record, dict) else None
+    if not cases or not all("methods" in case for case in cases):
+        raise ValueError(f"{path} has no measured cases; --json writes them in a run without --simulate-ranks")
+    return record
+
+
 def plot(path: Path, record: dict[str, Any]) -> None:
     """Draw one row of bars a case: milliseconds of each method, forward and backward.
 
@@ -102,9 +136,12 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     pyplot = importlib.import_module("matplotlib.pyplot")
 
     cases = record["cases"]
-    figure, axes = pyplot.subplots(len(cases), 2, figsize=(11, 2.6 * len(cases)), squeeze=False)
+    heights = [max(2.6, 0.8 + 0.26 * sum("skipped" not in method for method in case["methods"])) for case in cases]
+    figure, axes = pyplot.subplots(
+        len(cases), 2, figsize=(11, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
     for case, row in zip(cases, axes, strict=True):
-        for direction, axis in zip(("forward", "backward"), row, strict=True):
+        for direction, axis in zip(DIRECTIONS, row, strict=True):
             ran = [method for method in case["methods"] if direction in method]
             bars = axis.barh([m["name"] for m in ran], [m[direction]["ms"] for m in ran])
             ratios = [m[direction]["ratio_to_ideal"] for m in ran]

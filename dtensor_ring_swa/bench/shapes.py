@@ -6,7 +6,7 @@ Head counts, head dims and windows are those of the models' published configurat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from dtensor_ring_swa.window import Window
 
@@ -24,6 +24,7 @@ class Shape:
         window: Neighbours visible to each token.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 is off.
         note: What the benchmark leaves out of the model's layer, if anything.
+        layers: How many such layers the model has; 0 where only the layer is of interest.
 
     Raises:
         ValueError: If no layer can have these numbers.
@@ -37,6 +38,7 @@ class Shape:
     window: Window
     softcap: float = 0.0
     note: str = ""
+    layers: int = 0
 
     def __post_init__(self) -> None:
         sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith(("heads", "head_dim"))}
@@ -65,6 +67,11 @@ def _causal(
     return Shape(name, q_heads, kv_heads, head_dim, head_dim, Window.tokens(tokens), softcap, note)
 
 
+def _global(shape: Shape) -> Shape:
+    """The same model's layers that see every earlier token."""
+    return replace(shape, name=f"{shape.name}-global", window=Window.causal())
+
+
 _NO_SINKS = "the model's learned sinks are left out"
 
 _ALL = (
@@ -86,15 +93,40 @@ _ALL = (
     _causal("exaone-4-32b", 40, 8, 128, 4096),
 )
 
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in _ALL}
+_LOCAL = {shape.name: shape for shape in _ALL}
+
+# Layers without a window, of models that also have layers with one; the heads are the same.
+_GLOBAL = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "gpt-oss", "olmo-3-7b")
+
+SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in (_global(_LOCAL[name]) for name in _GLOBAL)}
 
 
-def find(name: str) -> Shape:
-    """The shape of this name.
+def _hybrid(name: str, local: int, of_all: int) -> tuple[Shape, Shape]:
+    """Both kinds of layer of one model, with how many it has of each."""
+    return (
+        replace(SHAPES[name], layers=local),
+        replace(SHAPES[f"{name}-global"], layers=of_all),
+    )
+
+
+# Layers of both kinds: every 6th of 34 is global, every 2nd of 24 and of 36, every 4th of 32.
+HYBRIDS: dict[str, tuple[Shape, Shape]] = {
+    "gemma-3-4b-hybrid": _hybrid("gemma-3-4b", 29, 5),
+    "gpt-oss-20b-hybrid": _hybrid("gpt-oss", 12, 12),
+    "gpt-oss-120b-hybrid": _hybrid("gpt-oss", 18, 18),
+    "olmo-3-7b-hybrid": _hybrid("olmo-3-7b", 24, 8),
+}
+
+
+def find(name: str) -> tuple[Shape, ...]:
+    """The shape of this name, or both shapes of a hybrid model.
 
     Raises:
         ValueError: If there is none; it lists those there are.
     """
+    if name in HYBRIDS:
+        return HYBRIDS[name]
     if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}; choose from {', '.join(SHAPES)}, or give --heads and so on")
-    return SHAPES[name]
+        names = ", ".join((*SHAPES, *HYBRIDS))
+        raise ValueError(f"unknown shape {name!r}; choose from {names}, or give --heads and so on")
+    return (SHAPES[name],)

@@ -1,6 +1,6 @@
 """Call signatures of other systems, over ``ring_attention``: change one import, keep the calls.
 
-* ``ring_flash_attn``: the package ring-flash-attention; contiguous, zigzag and striped shards.
+* ``ring_flash_attn``: the package ring-flash-attention; contiguous, zigzag and striped shards, packed documents.
 * ``striped_attention``: its ``stripe_flash_attn_*`` family alone.
 * ``nanotron``: the attention function ``"ring"`` of the training framework nanotron.
 * ``ring_swa``: the package ring_swa (ring-sliding-window-attention).

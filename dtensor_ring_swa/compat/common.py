@@ -1,18 +1,29 @@
-"""What the adapters share: the group that None means, and FlashAttention's arguments."""
+"""What the adapters share: the group that None means, FlashAttention's arguments, boundaries on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.checks import FACTS
+from dtensor_ring_swa.checks import FACTS, check_options, check_tensors, facts_of
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.window import Window
+
+
+class Options(NamedTuple):
+    """What a call says apart from its tensors, read as ``ring_attention`` reads it."""
+
+    window: Window
+    scale: float | None
+    deterministic: bool
+    group: ProcessGroup | None
 
 
 def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -20,13 +31,18 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.group.WORLD if group is None else group_of(group)
 
 
+def ranks_of(group: ProcessGroup | None) -> int:
+    """How many ranks share the sequence."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
 @contextmanager
 def refusing_together(group: ProcessGroup | None) -> Iterator[None]:
     """An error raised inside is raised on every rank, also where peers wait in ``ring_attention``."""
     try:
         yield
-    except (ValueError, NotImplementedError) as error:
-        if group is not None and dist.get_world_size(group) > 1 and not torch.compiler.is_compiling():
+    except Exception as error:
+        if group is not None and ranks_of(group) > 1 and not torch.compiler.is_compiling():
             agree(group, FACTS, (), error)
         raise
 
@@ -57,15 +73,54 @@ def attend(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
-    window: Window,
-    scale: float | None,
-    deterministic: bool,
-    layout: str,
-    load_balance: str,
-    group: ProcessGroup | None,
+    options: Options,
+    *,
+    layout: str = "contiguous",
+    load_balance: str = "auto",
+    seq_len: int | None = None,
+    cu_seqlens: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's out ``[B, S_local, Hq, Dv]`` and lse ``[B, Hq, S_local]``."""
+    """This rank's out ``[B, S_local, Hq, Dv]`` and lse ``[B, Hq, S_local]``; without B for packed tensors."""
+    window, scale, deterministic, group = options
     return ring_attention(
         q_BSHD, k_BSGD, v_BSGE, window=window, scale=scale, deterministic=deterministic, layout=layout,
-        load_balance=load_balance, mesh=group, return_lse=True,
+        load_balance=load_balance, mesh=group, seq_len=seq_len, cu_seqlens=cu_seqlens, return_lse=True,
     )  # fmt: skip
+
+
+def local_boundaries(cu_seqlens: torch.Tensor, name: str, **tensors: torch.Tensor) -> Documents:
+    """Boundaries that cut one rank's tokens, checked against its tensors ``[T_local, H, D]``.
+
+    Raises:
+        ValueError: If they do not start at 0, decrease, or end elsewhere than the tensors.
+    """
+    documents = Documents(cu_seqlens)
+    if documents.cu_seqlens.ndim != 1:
+        raise ValueError(f"{name} must be [N + 1], got sizes {list(documents.cu_seqlens.shape)}")
+    for which, x in tensors.items():
+        if x.ndim != 3 or len(x) != documents.seq_len:
+            raise ValueError(
+                f"{which} must be [tokens, heads, head_dim] with {name}[-1] = {documents.seq_len} tokens, "
+                f"got sizes {list(x.shape)}"
+            )
+    return documents
+
+
+def agree_on_call(options: Options, documents: Documents | None, *tensors: torch.Tensor) -> int:
+    """Let the ranks compare their q, k, v ``[T_local, H, D]``, options and boundaries.
+
+    Calls of ``ring_attention`` with a ``seq_len`` then need not.
+
+    Returns:
+        Tokens of all ranks.
+
+    Raises:
+        ValueError: On every rank, if the arguments do not fit together.
+    """
+    window, scale, deterministic, group = options
+    with refusing_together(group):
+        q, k, v = (x.unsqueeze(0) for x in tensors)
+        check_tensors(q, k, v)
+        check_options(0.0, scale)
+        facts = facts_of(q, k, v, None, documents, window, 0, scale, deterministic)
+    return len(tensors[0]) if group is None or ranks_of(group) == 1 else agree(group, FACTS, facts)

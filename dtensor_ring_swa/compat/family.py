@@ -1,13 +1,21 @@
-"""The three forms in which ring-flash-attention offers each layout: q, k, v apart, kv packed, qkv packed."""
+"""The three forms in which ring-flash-attention offers each function: q, k, v apart, kv packed, qkv packed."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.compat.common import attend, default_group, flash_window, refusing_together
+from dtensor_ring_swa.compat.common import Options, default_group, flash_window, refusing_together
+
+# What each form takes first, and what all take last.
+FORMS = {"func": ("q", "k", "v"), "kvpacked_func": ("q", "kv"), "qkvpacked_func": ("qkv",)}
+OPTIONS = {
+    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "alibi_slopes": None,
+    "deterministic": False, "return_attn_probs": False, "group": None,
+}  # fmt: skip
 
 DOC = """{summary}
 
@@ -25,7 +33,7 @@ DOC = """{summary}
             one device that holds the whole sequence where none is initialised.
 
     Returns:
-        out ``[B, S_local, Hq, Dv]``; or ``(out, lse, None)`` with lse ``[B, Hq, S_local]``, natural log,
+        out ``[{rows}, Hq, Dv]``; or ``(out, lse, None)`` with lse ``[{lse}]``, natural log,
         float32 (float64 for float64 inputs), not differentiable.
 
     Raises:
@@ -36,16 +44,21 @@ DOC = """{summary}
     """
 
 SHAPES = {
-    "func": """        q: This rank's queries ``[B, S_local, Hq, D]``.
-        k: This rank's keys ``[B, S_local, Hkv, D]`` with ``Hq % Hkv == 0``.
-        v: This rank's values ``[B, S_local, Hkv, Dv]``.""",
-    "kvpacked_func": """        q: This rank's queries ``[B, S_local, Hq, D]``.
-        kv: This rank's keys and values ``[B, S_local, 2, Hkv, D]`` with ``Hq % Hkv == 0``.""",
-    "qkvpacked_func": """        qkv: This rank's queries, keys and values ``[B, S_local, 3, H, D]``.""",
+    "q": "q: This rank's queries ``[{rows}, Hq, D]``.",
+    "k": "k: This rank's keys ``[{rows}, Hkv, D]`` with ``Hq % Hkv == 0``.",
+    "v": "v: This rank's values ``[{rows}, Hkv, Dv]``.",
+    "kv": "kv: This rank's keys and values ``[{rows}, 2, Hkv, D]`` with ``Hq % Hkv == 0``.",
+    "qkv": "qkv: This rank's queries, keys and values ``[{rows}, 3, H, D]``.",
 }
 
 
-def make_family(module: str, prefix: str, summary: str, differs: str, layout: str, load_balance: str = "auto"):
+# From q, k, v, the options and the arguments between them: out and lse.
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_family(
+    module: str, prefix: str, summary: str, differs: str, attend: Attend, between: Mapping[str, str] | None = None
+) -> tuple[Callable[..., Any], ...]:
     """``{prefix}_func``, ``{prefix}_kvpacked_func`` and ``{prefix}_qkvpacked_func``.
 
     Args:
@@ -53,84 +66,49 @@ def make_family(module: str, prefix: str, summary: str, differs: str, layout: st
         prefix: What their names begin with.
         summary: First line of their docstrings.
         differs: Last paragraph of their docstrings: what differs from the originals.
-        layout: How positions lie on the ranks; see ``ring_attention``.
-        load_balance: See ``ring_attention``.
+        attend: Computes out and lse from ``(q, k, v, options, *arguments of between)``.
+        between: Required arguments between tensors and options, with their descriptions. Functions
+            that have some take packed documents ``[T_local, H, D]``; others ``[B, S_local, H, D]``.
     """
+    return tuple(_make_form(form, module, prefix, summary, differs, attend, between or {}) for form in FORMS)
 
-    def call(
-        packed: dict[str, torch.Tensor], dropout_p: float, softmax_scale: float | None, causal: bool,
-        window_size: tuple[int, int], alibi_slopes: torch.Tensor | None, deterministic: bool,
-        return_attn_probs: bool, group: ProcessGroup | None,
-    ) -> Any:  # fmt: skip
-        group = default_group(group)
+
+def _make_form(
+    form: str, module: str, prefix: str, summary: str, differs: str, attend: Attend, between: Mapping[str, str]
+) -> Callable[..., Any]:
+    names, packed = FORMS[form], bool(between)
+    rows, lse = ("T_local", "Hq, T_local") if packed else ("B, S_local", "B, Hq, S_local")
+    signature = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *between)]
+        + [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=y) for x, y in OPTIONS.items()]
+    )
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        said = given.arguments
+        group = default_group(said["group"])
         with refusing_together(group):
-            window = flash_window(window_size, causal, dropout_p, alibi_slopes)
-            q, k, v = (part for name, x in packed.items() for part in _parts(name, x))
-        out, lse = attend(q, k, v, window, softmax_scale, deterministic, layout, load_balance, group)
-        return (out, lse, None) if return_attn_probs else out
+            window = flash_window(said["window_size"], said["causal"], said["dropout_p"], said["alibi_slopes"])
+            q, k, v = (part for name in names for part in _parts(name, said[name], packed))
+        options = Options(window, said["softmax_scale"], said["deterministic"], group)
+        out, lse = attend(q, k, v, options, *(said[name] for name in between))
+        return (out, lse, None) if said["return_attn_probs"] else out
 
-    def func(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: ProcessGroup | None = None,
-    ) -> Any:
-        return call(
-            {"q": q, "k": k, "v": v}, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-            deterministic, return_attn_probs, group,
-        )  # fmt: skip
-
-    def kvpacked_func(
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: ProcessGroup | None = None,
-    ) -> Any:
-        return call(
-            {"q": q, "kv": kv}, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-            deterministic, return_attn_probs, group,
-        )  # fmt: skip
-
-    def qkvpacked_func(
-        qkv: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: ProcessGroup | None = None,
-    ) -> Any:
-        return call(
-            {"qkv": qkv}, dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-            deterministic, return_attn_probs, group,
-        )  # fmt: skip
-
-    for form in (func, kvpacked_func, qkvpacked_func):
-        form.__doc__ = DOC.format(summary=summary, shapes=SHAPES[form.__name__], differs=differs)
-        form.__name__ = form.__qualname__ = f"{prefix}_{form.__name__}"
-        form.__module__ = module
-    return func, kvpacked_func, qkvpacked_func
+    described = [SHAPES[name].format(rows=rows) for name in names] + [f"{x}: {text}" for x, text in between.items()]
+    shapes = "\n".join(f"        {line}" for line in described)
+    function.__doc__ = DOC.format(summary=summary, shapes=shapes, differs=differs, rows=rows, lse=lse)
+    function.__name__ = function.__qualname__ = f"{prefix}_{form}"
+    function.__module__ = module
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
-def _parts(name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v of a packed tensor; a tensor that is not packed as it is."""
+def _parts(name: str, x: torch.Tensor, packed: bool) -> tuple[torch.Tensor, ...]:
+    """q, k and v of a tensor that holds several; a tensor that holds one as it is."""
     if len(name) == 1:
         return (x,)
-    if x.ndim != 5 or x.shape[2] != len(name):
-        raise ValueError(f"{name} must be [batch, sequence, {len(name)}, heads, head_dim], got sizes {list(x.shape)}")
-    return x.unbind(2)
+    if x.ndim != (4 if packed else 5) or x.shape[-3] != len(name):
+        leading = "tokens" if packed else "batch, sequence"
+        raise ValueError(f"{name} must be [{leading}, {len(name)}, heads, head_dim], got sizes {list(x.shape)}")
+    return x.unbind(-3)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.compat.common import attend, default_group, flash_window, refusing_together
+from dtensor_ring_swa.compat.common import (
+    Options,
+    attend,
+    default_group,
+    flash_window,
+    local_boundaries,
+    refusing_together,
+)
 
 __all__ = ["ATTENTION_FUNCTIONS", "ring_flash_attn_varlen_func"]
 
@@ -62,16 +69,18 @@ def ring_flash_attn_varlen_func(
         ``[Hq, B * S_local]``, natural log, float32 (float64 for float64 inputs), not differentiable.
 
     Raises:
-        NotImplementedError: For packed documents (rows of different lengths), dropout, ALiBi and others.
+        NotImplementedError: For rows of different lengths, dropout, ALiBi and others. Boundaries on one
+            rank do not tell whether a document continues on another, so packed documents need
+            ``ring_attention`` with global boundaries.
         ValueError: If the arguments do not fit together, before keys are sent, on every rank.
     """
     group = default_group(ring_pg)
     with refusing_together(group):
         _refuse(others)
         window = flash_window(window_size, causal, dropout, alibi_slopes)
-        batch, rows = _batch_and_rows({"q": q, "k": k, "v": v}, cu_seqlens, max_seqlen)
+        batch, rows = _batch_and_rows(q, k, v, cu_seqlens, max_seqlen)
     q, k, v = (x.reshape(batch, rows, *x.shape[1:]) for x in (q, k, v))
-    out, lse = attend(q, k, v, window, scaling, deterministic, "contiguous", "auto", group)
+    out, lse = attend(q, k, v, Options(window, scaling, deterministic, group))
     out = out.flatten(0, 1)
     return ((out, lse.transpose(0, 1).flatten(1), None),) if return_attn_probs else (out,)
 
@@ -91,23 +100,22 @@ def _refuse(others: dict[str, object]) -> None:
 
 
 def _batch_and_rows(
-    tensors: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, max_seqlen: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None
 ) -> tuple[int, int]:
     """B and S_local."""
-    if cu_seqlens is None or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens is None:
         raise ValueError("cu_seqlens must be the boundaries of the batch rows on this rank, [0, S, 2 * S, ...]")
-    bounds, batch = cu_seqlens.tolist(), len(cu_seqlens) - 1
-    for name, x in tensors.items():
-        if x.ndim != 3 or x.shape[0] != bounds[-1]:
-            raise ValueError(
-                f"{name} must be [batch * sequence, heads, head_dim] with cu_seqlens[-1] = {bounds[-1]} tokens, "
-                f"got sizes {list(x.shape)}"
-            )
+    bounds = local_boundaries(cu_seqlens, "cu_seqlens", q=q, k=k, v=v).cu_seqlens.tolist()
+    batch = len(bounds) - 1
     rows = bounds[-1] // batch
     if bounds != [row * rows for row in range(batch + 1)]:
         raise NotImplementedError(
-            f"packed documents are not supported yet: cu_seqlens must cut this rank's {bounds[-1]} tokens into batch "
-            f"rows of one length, got {bounds}; pad the documents to one length"
+            f"cu_seqlens must cut this rank's {bounds[-1]} tokens into batch rows of one length, got {bounds}: "
+            "boundaries on one rank do not tell whether a document continues on another. For documents that were "
+            "packed into a sequence before it was sharded, call dtensor_ring_swa.ring_attention(q, k, v, "
+            "cu_seqlens=Documents(...), mesh=ring_pg) with boundaries in the whole sequence. Where each entry is this "
+            "rank's share of a document that all ranks share evenly, call "
+            "dtensor_ring_swa.compat.ring_flash_attn.ring_flash_attn_varlen_func"
         )
     if max_seqlen is not None and max_seqlen < rows:
         raise ValueError(f"max_seqlen={max_seqlen} is less than the {rows} tokens a row that cu_seqlens says")

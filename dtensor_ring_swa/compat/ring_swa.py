@@ -7,13 +7,11 @@ batch row and each document has its own sink (there all were taken to begin alik
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.attention import CuSeqlens, ring_attention
 from dtensor_ring_swa.compat.common import refusing_together
 from dtensor_ring_swa.groups import group_of
 
@@ -68,7 +66,7 @@ def ring_sliding_window_attn_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     window_size: int,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: CuSeqlens,
     cp_group: ProcessGroup | None = None,
     cp_size: int | None = None,
     cp_local_rank: int | None = None,
@@ -76,14 +74,15 @@ def ring_sliding_window_attn_varlen(
     cp_next_global_rank: int | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """``ring_sliding_window_attn`` within documents that are packed into one sequence; not supported yet.
+    """``ring_sliding_window_attn`` within documents that are packed into one sequence.
 
     Args:
-        q: This rank's queries ``[T_local, Hq, D]``.
+        q: This rank's queries ``[T_local, Hq, D]``, or ``[1, T_local, Hq, D]``; k, v and out likewise.
         k: This rank's keys ``[T_local, Hkv, D]``.
         v: This rank's values ``[T_local, Hkv, Dv]``.
         window_size: Earlier tokens visible; w shows w + 1 keys.
-        cu_seqlens: Boundaries of the documents in the whole sequence ``[N + 1]``.
+        cu_seqlens: Boundaries of the documents in the whole sequence, int32 or int64 ``[N + 1]``. A
+            ``Documents``, built once a step, spares a wait for the GPU in each layer.
         cp_group: See ``ring_sliding_window_attn``, as for the other arguments.
         cp_size: Ranks in the group.
         cp_local_rank: This rank in the group.
@@ -95,12 +94,11 @@ def ring_sliding_window_attn_varlen(
         out ``[T_local, Hq, Dv]``.
 
     Raises:
-        NotImplementedError: As long as ``ring_attention`` does not support ``cu_seqlens``.
-        ValueError: See ``ring_sliding_window_attn``.
+        ValueError: See ``ring_sliding_window_attn``; or if the boundaries do not start at 0, decrease, end
+            elsewhere than the whole sequence, or differ between ranks.
     """
     group = _group(cp_group, cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank)
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens=cu_seqlens).squeeze(0)
+    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens)
 
 
 def ring_streaming_llm_attn(
@@ -115,7 +113,7 @@ def ring_streaming_llm_attn(
     cp_next_global_rank: int | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """``ring_sliding_window_attn`` that always sees the sequence's first token too; not supported yet.
+    """``ring_sliding_window_attn`` that always sees the sequence's first token too.
 
     What differs: each batch row's own first token is its sink.
 
@@ -135,7 +133,6 @@ def ring_streaming_llm_attn(
         out ``[B, S_local, Hq, Dv]``.
 
     Raises:
-        NotImplementedError: As long as ``ring_attention`` does not support ``sink_tokens``.
         ValueError: See ``ring_sliding_window_attn``.
     """
     group = _group(cp_group, cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank)
@@ -147,7 +144,7 @@ def ring_streaming_llm_attn_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     window_size: int,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: CuSeqlens,
     cp_group: ProcessGroup | None = None,
     cp_size: int | None = None,
     cp_local_rank: int | None = None,
@@ -155,16 +152,17 @@ def ring_streaming_llm_attn_varlen(
     cp_next_global_rank: int | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """``ring_sliding_window_attn_varlen`` that always sees the document's first token too; not supported yet.
+    """``ring_sliding_window_attn_varlen`` that always sees the document's first token too.
 
     What differs: each document's own first token is its sink.
 
     Args:
-        q: This rank's queries ``[T_local, Hq, D]``.
+        q: This rank's queries ``[T_local, Hq, D]``, or ``[1, T_local, Hq, D]``; k, v and out likewise.
         k: This rank's keys ``[T_local, Hkv, D]``.
         v: This rank's values ``[T_local, Hkv, Dv]``.
         window_size: Earlier tokens visible beside the sink; w shows w + 1 keys.
-        cu_seqlens: Boundaries of the documents in the whole sequence ``[N + 1]``.
+        cu_seqlens: Boundaries of the documents in the whole sequence, int32 or int64 ``[N + 1]``. A
+            ``Documents``, built once a step, spares a wait for the GPU in each layer.
         cp_group: See ``ring_sliding_window_attn``, as for the other arguments.
         cp_size: Ranks in the group.
         cp_local_rank: This rank in the group.
@@ -176,25 +174,24 @@ def ring_streaming_llm_attn_varlen(
         out ``[T_local, Hq, Dv]``.
 
     Raises:
-        NotImplementedError: As long as ``ring_attention`` does not support ``cu_seqlens`` and ``sink_tokens``.
-        ValueError: See ``ring_sliding_window_attn``.
+        ValueError: See ``ring_sliding_window_attn_varlen``.
     """
     group = _group(cp_group, cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank)
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens=cu_seqlens, sink_tokens=1).squeeze(0)
+    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens, sink_tokens=1)
 
 
 def _attend(
-    q_BSHD: torch.Tensor,
-    k_BSGD: torch.Tensor,
-    v_BSGE: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     window_size: int,
     scale: float | None,
     group: ProcessGroup | None,
-    **unfinished: Any,
+    cu_seqlens: CuSeqlens | None = None,
+    sink_tokens: int = 0,
 ) -> torch.Tensor:
     return ring_attention(
-        q_BSHD, k_BSGD, v_BSGE, window=(window_size, 0), scale=scale, mesh=group, return_lse=False, **unfinished
+        q, k, v, window=(window_size, 0), scale=scale, mesh=group, cu_seqlens=cu_seqlens, sink_tokens=sink_tokens
     )
 
 

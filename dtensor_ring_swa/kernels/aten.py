@@ -43,9 +43,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@forward_by_block
-@forward_on_bands
-def forward(
+def _forward(
     request: Request,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -64,9 +62,7 @@ def forward(
     lse.copy_(computed_lse)
 
 
-@backward_by_block
-@backward_on_bands
-def backward(
+def _backward(
     request: Request,
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -91,6 +87,10 @@ def backward(
     )  # fmt: skip
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad[..., : target.shape[-1]])
+
+
+forward = forward_by_block(forward_on_bands(_forward), grad_dtype)
+backward = backward_by_block(backward_on_bands(_backward))
 
 
 def _width(request: Request) -> int:

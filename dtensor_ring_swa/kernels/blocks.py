@@ -12,11 +12,16 @@ import torch
 
 from dtensor_ring_swa.block import Block, Call
 from dtensor_ring_swa.kernels.request import Request
-from dtensor_ring_swa.merge import join_sinks_, merge_
+from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
 
 
-def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``Kernel.forward`` of ``run(request, q, k, v, band, out, lse)``."""
+def forward_by_block(
+    run: Callable[..., None], partial_dtype: Callable[[torch.dtype], torch.dtype]
+) -> Callable[..., None]:
+    """Make ``Kernel.forward`` of ``run(request, q, k, v, band, out, lse)``.
+
+    ``partial_dtype`` says in which dtype it can write results that are going to be joined.
+    """
 
     def forward(
         request: Request,
@@ -39,7 +44,8 @@ def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             rows, keys = _rows(block), _keys(block)
             part, part_lse = out[:, rows], lse_BHM[:, :, rows]
             if call.rows_overlap:
-                part, part_lse = torch.empty_like(part), torch.empty_like(part_lse)
+                part = torch.empty_like(part, dtype=partial_dtype(out_BMHE.dtype))
+                part_lse = torch.empty_like(part_lse)
             run(request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, part, part_lse)
             if call.rows_overlap:
                 merge_(out[:, rows], lse_BHM[:, :, rows], part, part_lse)
@@ -69,6 +75,8 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         dq_BMHD: torch.Tensor,
         dk_BNGD: torch.Tensor,
         dv_BNGE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+        dsinks_H: torch.Tensor | None = None,
     ) -> None:
         """Write dq and the shares of dk and dv; see ``Kernel.backward``."""
         targets = (dq_BMHD, dk_BNGD, dv_BNGE)
@@ -95,6 +103,8 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         for target, total in zip(targets, totals, strict=True):
             if total is not target:
                 target.copy_(total)
+        if sinks_H is not None and dsinks_H is not None:
+            dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
 
     return backward
 

@@ -12,9 +12,11 @@ import inspect
 from functools import lru_cache
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
@@ -22,14 +24,18 @@ from dtensor_ring_swa.kernels.flash_band import (
     forward_on_bands,
     padded,
 )
+from dtensor_ring_swa.kernels.flash_groups import Group, flash_groups
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "flash"
 _WANTED = "4.0.0b36"
 _WIDTHS = 32
-_SHARED = {"softmax_scale", "softcap", "window_size_left", "window_size_right"}
+_SHARED = {
+    "softmax_scale", "softcap", "window_size_left", "window_size_right", "learnable_sink", "cu_seqlens_q",
+    "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+}  # fmt: skip
 _FORWARD = _SHARED | {"q", "k", "v", "out", "lse", "return_lse", "tile_mn"}
-_BACKWARD = _SHARED | {"q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"}
+_BACKWARD = _SHARED | {"q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv", "deterministic"}
 
 
 def supports(request: Request) -> str | None:
@@ -54,9 +60,74 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@forward_by_block
-@forward_on_bands
 def forward(
+    request: Request,
+    q_BMHD: torch.Tensor,
+    k_BNGD: torch.Tensor,
+    v_BNGE: torch.Tensor,
+    call: Call,
+    out_BMHE: torch.Tensor,
+    lse_BHM: torch.Tensor,
+    sinks_H: torch.Tensor | None = None,
+) -> None:
+    """Write out and lse; see ``Kernel.forward``. Documents are one call of the package, sinks part of it."""
+    groups = flash_groups(call, request.device)
+    if groups is None:
+        _forward_by_block(request, q_BMHD, k_BNGD, v_BNGE, call, out_BMHE, lse_BHM, sinks_H)
+        return
+    sinks = None if sinks_H is None else sinks_H.float()
+    for group in groups:
+        q, out, lse = q_BMHD[:, group.rows], out_BMHE[:, group.rows], lse_BHM[:, :, group.rows]
+        k, v = k_BNGD[:, group.keys], v_BNGE[:, group.keys]
+        if group.cu_seqlens_q is None:
+            _forward(request, q, k, v, group.window, out, lse, sinks)
+            continue
+        for b in range(q.shape[0]):
+            _forward(request, q[b], k[b], v[b], group.window, out[b], lse[b], sinks, group)
+
+
+def backward(
+    request: Request,
+    dout_BMHE: torch.Tensor,
+    q_BMHD: torch.Tensor,
+    k_BNGD: torch.Tensor,
+    v_BNGE: torch.Tensor,
+    out_BMHE: torch.Tensor,
+    lse_BHM: torch.Tensor,
+    call: Call,
+    dq_BMHD: torch.Tensor,
+    dk_BNGD: torch.Tensor,
+    dv_BNGE: torch.Tensor,
+    sinks_H: torch.Tensor | None = None,
+    dsinks_H: torch.Tensor | None = None,
+) -> None:
+    """Write dq, dk and dv; see ``Kernel.backward``."""
+    groups = flash_groups(call, request.device)
+    grads = (dq_BMHD, dk_BNGD, dv_BNGE)
+    if groups is None:
+        _backward_by_block(
+            request, dout_BMHE, q_BMHD, k_BNGD, v_BNGE, out_BMHE, lse_BHM, call, *grads, sinks_H, dsinks_H
+        )
+        return
+    if not call.covers_keys:
+        dk_BNGD.zero_()
+        dv_BNGE.zero_()
+    sinks = None if sinks_H is None else sinks_H.float()
+    for group in groups:
+        dout, q, out, dq = (x[:, group.rows] for x in (dout_BMHE, q_BMHD, out_BMHE, dq_BMHD))
+        k, v, dk, dv = (x[:, group.keys] for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
+        lse = lse_BHM[:, :, group.rows]
+        if group.cu_seqlens_q is None:
+            _backward(request, dout, q, k, v, out, lse, group.window, dq, dk, dv, sinks, dsinks_H)
+            continue
+        for b in range(q.shape[0]):
+            _backward(
+                request, dout[b], q[b], k[b], v[b], out[b], lse[b], group.window, dq[b], dk[b], dv[b], sinks,
+                dsinks_H, group,
+            )  # fmt: skip
+
+
+def _forward(
     request: Request,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -64,23 +135,24 @@ def forward(
     window: FlashWindow,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    packed: Group | None = None,
 ) -> None:
-    """Write out and lse of a trimmed block, in place unless the head dim has to be padded."""
+    """Write out and lse of trimmed blocks, in place unless the head dim has to be padded."""
     width, v_width = _width(request.head_dim), _width(request.v_head_dim)
     in_place = v_width == request.v_head_dim
-    target = out if in_place else out.new_empty(*out.shape[:3], v_width)
+    target = out if in_place else out.new_empty(*out.shape[:-1], v_width)
     _interface()._flash_attn_fwd(
         padded(q, width), padded(k, width), padded(v, v_width), softmax_scale=request.scale,
         softcap=request.softcap, window_size_left=window[0], window_size_right=window[1],
-        return_lse=True, out=target, lse=lse, tile_mn=_tile(request, window),
+        return_lse=True, out=target, lse=lse, tile_mn=_tile(request, window), learnable_sink=sinks,
+        **_varlen(packed),
     )  # fmt: skip
     if not in_place:
         out.copy_(target[..., : request.v_head_dim])
 
 
-@backward_by_block
-@backward_on_bands
-def backward(
+def _backward(
     request: Request,
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -92,20 +164,34 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    dsinks: torch.Tensor | None = None,
+    packed: Group | None = None,
 ) -> None:
-    """Write dq, dk and dv of a trimmed block, in place unless a head dim has to be padded."""
+    """Write dq, dk and dv of trimmed blocks, in place unless a head dim has to be padded; add to dsinks."""
     # Its backward takes one head dim where heads are shared.
     width = max(_width(request.head_dim), _width(request.v_head_dim))
-    targets = tuple(x if x.shape[-1] == width else x.new_empty(*x.shape[:3], width) for x in (dq, dk, dv))
-    _interface()._flash_attn_bwd(
+    targets = tuple(x if x.shape[-1] == width else x.new_empty(*x.shape[:-1], width) for x in (dq, dk, dv))
+    _, _, _, *shares = _interface()._flash_attn_bwd(
         padded(q, width), padded(k, width), padded(v, width), padded(out, width), padded(dout, width),
         lse, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
-        window_size_right=window[1], dq=targets[0], dk=targets[1],
-        dv=targets[2],
+        window_size_right=window[1], dq=targets[0], dk=targets[1], dv=targets[2], learnable_sink=sinks,
+        deterministic=request.deterministic, **_varlen(packed),
     )  # fmt: skip
     for grad, target in zip((dq, dk, dv), targets, strict=True):
         if target is not grad:
             grad.copy_(target[..., : grad.shape[-1]])
+    for share in shares if dsinks is not None else ():
+        dsinks += share
+
+
+def _varlen(packed: Group | None) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {} if packed is None else {name: getattr(packed, name) for name in names}
+
+
+_forward_by_block = forward_by_block(forward_on_bands(_forward), grad_dtype)
+_backward_by_block = backward_by_block(backward_on_bands(_backward))
 
 
 def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:

@@ -29,8 +29,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@forward_by_block
-def forward(
+def _forward(
     request: Request,
     q_BMHD: torch.Tensor,
     k_BNGD: torch.Tensor,
@@ -50,8 +49,7 @@ def forward(
         lse_BHM[:, :, rows] = lse.flatten(1, 2).squeeze(-1)
 
 
-@backward_by_block
-def backward(
+def _backward(
     request: Request,
     dout_BMHE: torch.Tensor,
     q_BMHD: torch.Tensor,
@@ -80,6 +78,10 @@ def backward(
         dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True)) * slope * request.scale
         dq_BMHD[:, rows] = _rows_first(dscores @ _keys_first(k_BNGD[:, keys], q.dtype))
         dk_BNGD[:, keys] += (dscores.transpose(-1, -2) @ q).sum(2).transpose(1, 2)
+
+
+forward = forward_by_block(_forward, grad_dtype)
+backward = backward_by_block(_backward)
 
 
 def _tiles(band: Band, q_len: int, k_len: int) -> Iterator[tuple[slice, slice, Band]]:

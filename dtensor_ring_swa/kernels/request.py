@@ -81,6 +81,12 @@ class Kernel(Protocol):
         dq_BMHD: torch.Tensor,
         dk_BNGD: torch.Tensor,
         dv_BNGE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+        dsinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Write dq of all rows in q's dtype, and the call's share of dk and dv of all keys in ``grad_dtype``."""
+        """Write dq of all rows in q's dtype, and the call's share of dk and dv of all keys in ``grad_dtype``.
+
+        With learned sinks, out and lse are the joint ones, and the call's share of their gradient is
+        added to ``dsinks_H`` (lse's dtype).
+        """
         ...

@@ -62,11 +62,18 @@ def dense_attention(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    rows = cu_seqlens if cu_seqlens is not None and len(cu_seqlens) and not isinstance(cu_seqlens[0], int) else [cu_seqlens]
-    masks = torch.stack([visible(q.shape[1], *window, row, sink_tokens) for row in rows])[:, None].to(q.device)
-    scores = scores.masked_fill(~masks, float("-inf"))
+    masks = [visible(q.shape[1], *window, row, sink_tokens) for row in _rows(cu_seqlens)]
+    scores = scores.masked_fill(~torch.stack(masks)[:, None].to(q.device), float("-inf"))
     if sinks_H is not None:
         sinks = sinks_H.double()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., : q.shape[1]]
     return torch.einsum("bhij,bjhd->bihd", weights, v), scores.logsumexp(-1)
+
+
+def _rows(cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Sequence[int] | None]:
+    """One boundary list for all batch rows, or one for each."""
+    if cu_seqlens is None:
+        return [None]
+    nested = [row for row in cu_seqlens if not isinstance(row, int)]
+    return [*nested] if nested else [[edge for edge in cu_seqlens if isinstance(edge, int)]]

@@ -1,0 +1,82 @@
+"""What can run here: each shape with its kernel, found out before the ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.bench.options import Options
+from dtensor_ring_swa.bench.parser import DTYPES
+from dtensor_ring_swa.bench.shapes import Shape
+from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shape that can run here."""
+
+    shape: Shape
+    rows: int
+    request: Request
+    kernel: Kernel
+
+
+def jobs_of(options: Options, device: torch.device) -> list[Job]:
+    """Check that every shape asked for can run on this device.
+
+    Raises:
+        NotImplementedError: If the named kernel cannot serve one.
+        ValueError: If one cannot fit into the device's memory.
+    """
+    return [_job(shape, options, device) for shape in options.shapes]
+
+
+def _job(shape: Shape, options: Options, device: torch.device) -> Job:
+    cuda = device.type == "cuda"
+    dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
+    rows = options.rows or (32768 if cuda else 512)
+    request = Request(
+        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap
+    )
+    try:
+        kernel = choose(options.kernel, request)
+        if options.extras.given:
+            kernel = _kernel_with_extras(options, shape, request)
+    except NotImplementedError as problem:
+        raise NotImplementedError(f"{shape}: {problem}") from problem
+    if cuda:
+        # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
+        width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
+        least = 2 * options.batch * rows * width * dtype.itemsize
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if least > memory:
+            raise ValueError(
+                f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
+                "pass fewer --rows"
+            )
+    return Job(shape, rows, request, kernel)
+
+
+def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Kernel:
+    """The first kernel allowed that can also do what is asked besides a window, tried on a few tokens.
+
+    Raises:
+        NotImplementedError: If none can.
+    """
+    names = list(KERNELS) if options.kernel == "auto" else [options.kernel]
+    names = [name for name in names if KERNELS[name].supports(request) is None]
+    few, like = 16, {"device": request.device, "dtype": request.dtype}
+    widths = ((shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
+    tensors = [options.extras.pack(torch.zeros(1, few, *width, **like)) for width in widths]
+    arguments = options.extras.arguments(few, shape.q_heads, request.device, request.dtype)
+    for name in names:
+        try:
+            ring_attention(*tensors, window=shape.window, softcap=shape.softcap, kernel=name, **arguments)
+        except NotImplementedError:
+            if name == names[-1]:
+                raise
+        else:
+            return KERNELS[name]
+    raise AssertionError("choose() found a kernel")

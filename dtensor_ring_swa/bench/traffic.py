@@ -1,0 +1,111 @@
+"""What one rank receives in one call of ``ring_attention``, from the geometry alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtensor_ring_swa.bench.shapes import Shape
+from dtensor_ring_swa.choice import choose_exchange
+from dtensor_ring_swa.deal import make_deal
+from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes an element: of the inputs, of a kernel's dk and dv, and of merged sums."""
+
+    own: int
+    grad: int
+    wide: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One call on one rank.
+
+    Attributes:
+        shape: The layer.
+        batch: Sequences.
+        layout: How positions lie on the ranks.
+        load_balance: As ``ring_attention`` takes it.
+        seq_len: Tokens of the whole sequence.
+        ranks: Size of the group.
+        rank: This rank.
+    """
+
+    shape: Shape
+    batch: int
+    layout: str
+    load_balance: str
+    seq_len: int
+    ranks: int
+    rank: int
+
+    @property
+    def compute_layout(self) -> str:
+        """The layout in which keys pass by."""
+        if self.layout != "contiguous":
+            return self.layout
+        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window)
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether whole shards pass by, rather than a halo being held."""
+        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window)
+        return choice.exchange == "ring"
+
+    @property
+    def ring(self) -> Ring:
+        """This rank's part in the ring."""
+        return make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window)
+
+    @property
+    def plan(self) -> Plan:
+        """This rank's part with a halo."""
+        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window)
+
+    @property
+    def key_row(self) -> int:
+        """Elements of one row of K and V, over the batch."""
+        return self.batch * self.shape.kv_heads * (self.shape.head_dim + self.shape.v_head_dim)
+
+    @property
+    def q_row(self) -> int:
+        """Elements of one row of q."""
+        return self.batch * self.shape.q_heads * self.shape.head_dim
+
+    @property
+    def out_row(self) -> int:
+        """Elements of one row of out."""
+        return self.batch * self.shape.q_heads * self.shape.v_head_dim
+
+    def received(self, sizes: Sizes) -> tuple[int, int]:
+        """Bytes that this rank receives, forward and backward."""
+        keys, dealt = self.keys(sizes), self.dealt(sizes)
+        return keys[0] + dealt[0], keys[1] + dealt[1]
+
+    def keys(self, sizes: Sizes) -> tuple[int, int]:
+        """K and V, and in backward the gradients that come home; a ring fetches K and V again there."""
+        if not self.is_ring:
+            returned = sum(map(len, self.plan.sends))
+            return self.plan.received_rows * self.key_row * sizes.own, returned * self.key_row * sizes.grad
+        ring = self.ring
+        fetched = ring.received_rows * self.key_row * sizes.own
+        home = sum(len(step.target) for step in ring.steps[1:] if step.target is not None)
+        return fetched, fetched + home * self.key_row * sizes.grad
+
+    def dealt(self, sizes: Sizes) -> tuple[int, int]:
+        """What moves to another layout and back, if anything does."""
+        if self.compute_layout == self.layout:
+            return 0, 0
+        there, back = self._moved(self.layout, self.compute_layout), self._moved(self.compute_layout, self.layout)
+        lse = self.batch * self.shape.q_heads * sizes.wide
+        inputs, out = (self.q_row + self.key_row) * sizes.own, self.out_row * sizes.own
+        return there * inputs + back * (out + lse), there * (inputs + 2 * out + lse) + back * inputs
+
+    def _moved(self, old: str, new: str) -> int:
+        """Rows that come from other ranks."""
+        takes = make_deal(old, new, self.seq_len, self.ranks, self.rank).takes
+        parts = [part for peer, slices in enumerate(takes) if peer != self.rank for part in slices]
+        return sum(len(range(part.start, part.stop, part.step or 1)) for part in parts)

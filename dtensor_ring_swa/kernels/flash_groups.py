@@ -1,0 +1,102 @@
+"""Blocks that one FlashAttention call can compute: documents side by side, under one window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+
+from dtensor_ring_swa.block import Block, Call
+from dtensor_ring_swa.kernels.flash_band import FlashWindow
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks whose rows and keys follow one another, under one window of the aligned last query and key.
+
+    Attributes:
+        rows: Query rows of the call.
+        keys: Key rows of the call.
+        window: What each block's queries see.
+        cu_seqlens_q: Where each block's queries begin: int32 on the device; None for one block.
+        cu_seqlens_k: Where its keys begin.
+        max_seqlen_q: Most queries of a block.
+        max_seqlen_k: Most keys of a block.
+    """
+
+    rows: slice
+    keys: slice
+    window: FlashWindow
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@lru_cache(maxsize=256)
+def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
+    """The fewest calls that compute each block once, ready on the device; None if blocks do not suit.
+
+    They suit if no row and no key is in two and every row is in one, and if no block has more queries
+    than keys (see ``flash_band``). The last document of a shard may be a call of its own: where a
+    window has a right side, its last key is not aligned with its last query as in the others.
+    """
+    if call.rows_overlap or call.keys_overlap or not call.covers_rows:
+        return None
+    if any(b.q_stop - b.q_start > b.k_stop - b.k_start for b in call.blocks):
+        return None
+    groups: list[list[Block]] = []
+    for block in sorted(call.blocks, key=lambda b: b.q_start):
+        if groups and _follows(groups[-1][-1], block) and _window([*groups[-1], block]) is not None:
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return tuple(_ready(group, device) for group in groups)
+
+
+def _follows(first: Block, second: Block) -> bool:
+    return (first.q_stop, first.k_stop) == (second.q_start, second.k_start)
+
+
+def _window(blocks: Sequence[Block]) -> FlashWindow | None:
+    """The window that shows every block what its band shows, if there is one."""
+    sizes = [(b.q_stop - b.q_start, b.k_stop - b.k_start) for b in blocks]
+    windows = [b.band.flash_window(*size) for b, size in zip(blocks, sizes, strict=True)]
+    left = _side([w[0] for w in windows], [k_len - 1 for _, k_len in sizes])
+    right = _side([w[1] for w in windows], [q_len - 1 for q_len, _ in sizes])
+    return None if left is False or right is False else (left, right)
+
+
+def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | bool | None:
+    """One side of the window: its reach, None if it hides nothing anywhere, False if blocks differ.
+
+    A side hides nothing of a block from the reach that the block needs upwards; blocks of which it
+    hides something must have just this reach.
+    """
+    hiding = {reach for reach, need in zip(reaches, needs, strict=True) if reach < need}
+    if not hiding:
+        return None
+    (reach, *others) = hiding
+    fits = not others and all(need <= reach for r, need in zip(reaches, needs, strict=True) if r != reach)
+    return reach if fits else False
+
+
+def _ready(blocks: Sequence[Block], device: torch.device) -> Group:
+    window = _window(blocks)
+    assert window is not None
+    q_lens, k_lens = [b.q_stop - b.q_start for b in blocks], [b.k_stop - b.k_start for b in blocks]
+
+    def starts(lengths: Sequence[int]) -> torch.Tensor | None:
+        if len(blocks) == 1:
+            return None
+        host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        # From pinned memory the copy does not wait for the kernels that are queued.
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+    return Group(
+        slice(blocks[0].q_start, blocks[-1].q_stop), slice(blocks[0].k_start, blocks[-1].k_stop), window,
+        starts(q_lens), starts(k_lens), max(q_lens), max(k_lens),
+    )  # fmt: skip
