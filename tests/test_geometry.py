@@ -31,7 +31,7 @@ ORDER = (
     "attention", "sequence", "module", "inputs", "joint", "lengths", "hooks", "parallel", "plans", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
-ON_TOP = ("testing", "bench", "compat")
+ON_TOP = ("testing", "bench", "compat", "integrations")
 
 # (rows, keys, lower, upper): 5,460 bands, hence 5,460 blocks.
 BANDS = tuple(product(range(5), range(6), range(-6, 7), range(-7, 7)))
