@@ -76,15 +76,30 @@ class Call:
         """Key rows."""
         return self.k_stop - self.k_start
 
-    @cached_property
-    def is_single(self) -> bool:
-        """Whether one block is all of the call."""
-        return self.blocks == (Block(0, self.q_len, 0, self.k_len, self.blocks[0].band),)
+    @property
+    def rows(self) -> slice:
+        """The query rows, as a slice."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        """The key rows, as a slice."""
+        return slice(self.k_start, self.k_stop)
 
     @cached_property
-    def rows_overlap(self) -> bool:
-        """Whether a query row is in more than one block."""
-        return _overlap((b.q_start, b.q_stop) for b in self.blocks)
+    def layers(self) -> tuple[Call, ...]:
+        """The fewest calls on this call's rows and keys in which no query row is in two blocks.
+
+        One in most calls; sink tokens make a second one.
+        """
+        layers: list[list[Block]] = []
+        for block in sorted(self.blocks, key=lambda b: b.q_start):
+            layer = next((layer for layer in layers if layer[-1].q_stop <= block.q_start), None)
+            if layer is None:
+                layers.append([block])
+            else:
+                layer.append(block)
+        return tuple(map(Call.of, layers))
 
     @cached_property
     def keys_overlap(self) -> bool:

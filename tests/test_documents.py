@@ -235,8 +235,8 @@ def test_documents_from_tokens_and_positions() -> None:
     [
         ([1, 4, 8], r"start at 0.*cu_seqlens\[0\] = 1"),
         ([0, 6, 5, 8], r"not decrease.*cu_seqlens\[2\] = 5 after 6"),
-        ([0, 4], r"end at the 8 tokens.*got 4"),
-        ([0, 9], r"end at the 8 tokens.*got 9"),
+        ([0, 4], r"end at the 8 tokens.*cu_seqlens\[-1\] = 4"),
+        ([0, 9], r"end at the 8 tokens.*cu_seqlens\[-1\] = 9"),
         ([[0, 8], [0, 8]], r"a boundary list a batch row, got \[2, 2\] for 1 rows"),
         ([0.0, 8.0], "int32 or int64"),
         ([], "int32 or int64"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
@@ -89,8 +89,8 @@ def _backward(
         target.copy_(grad[..., : target.shape[-1]])
 
 
-forward = forward_by_block(forward_on_bands(_forward), grad_dtype)
-backward = backward_by_block(backward_on_bands(_backward))
+forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), grad_dtype)
+backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)))
 
 
 def _width(request: Request) -> int:

@@ -1,7 +1,7 @@
 """A kernel of one block at a time, made to serve calls of several.
 
-Where rows are in one block only, each block's results land in place. Where they are in several (a
-window and sink tokens), the partial results are joined by log-sum-exp in float32.
+Two steps: a call in which no row is in two blocks is computed block by block, each result in place; and
+of any call, the layers are, whose partial results are joined by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,16 +14,46 @@ from dtensor_ring_swa.block import Block, Call
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
 
+Dtypes = Callable[[torch.dtype], torch.dtype]
 
-def forward_by_block(
-    run: Callable[..., None], partial_dtype: Callable[[torch.dtype], torch.dtype]
-) -> Callable[..., None]:
-    """Make ``Kernel.forward`` of ``run(request, q, k, v, band, out, lse)``.
 
-    ``partial_dtype`` says in which dtype it can write results that are going to be joined.
-    """
+def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
+    """Make the forward of a layer of ``run(request, q, k, v, band, out, lse)``."""
 
     def forward(
+        request: Request,
+        q_BMHD: torch.Tensor,
+        k_BNGD: torch.Tensor,
+        v_BNGE: torch.Tensor,
+        layer: Call,
+        out_BMHE: torch.Tensor,
+        lse_BHM: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        """Write out and lse of a call in which no row is in two blocks."""
+        if not layer.covers_rows:
+            out_BMHE.zero_()
+            lse_BHM.fill_(float("-inf"))
+        for block in layer.blocks:
+            rows, keys = _rows(block), _keys(block)
+            run(
+                request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, out_BMHE[:, rows],
+                lse_BHM[:, :, rows],
+            )  # fmt: skip
+        if sinks_H is not None:
+            join_sinks_(out_BMHE, lse_BHM, sinks_H)
+
+    return forward
+
+
+def forward_by_layer(forward: Callable[..., None], partial_dtype: Dtypes) -> Callable[..., None]:
+    """Make ``Kernel.forward`` of the forward of a layer.
+
+    ``partial_dtype`` says in which dtype it can write results that are going to be joined. Two layers
+    are joined in place where nothing is gained from more bits, three or more in lse's dtype.
+    """
+
+    def whole(
         request: Request,
         q_BMHD: torch.Tensor,
         k_BNGD: torch.Tensor,
@@ -34,36 +64,85 @@ def forward_by_block(
         sinks_H: torch.Tensor | None = None,
     ) -> None:
         """Write out and lse; see ``Kernel.forward``."""
-        out = out_BMHE
-        if call.rows_overlap:
-            out = torch.zeros_like(out_BMHE, dtype=lse_BHM.dtype)
-        if call.rows_overlap or not call.covers_rows:
-            out.zero_()
+        if len(call.layers) == 1:
+            forward(request, q_BMHD, k_BNGD, v_BNGE, call, out_BMHE, lse_BHM, sinks_H)
+            return
+        dtype, layers, total = partial_dtype(out_BMHE.dtype), list(call.layers), out_BMHE
+        if _in_place(call) and dtype == out_BMHE.dtype:
+            first = layers.pop(0)
+            forward(request, q_BMHD, k_BNGD[:, first.keys], v_BNGE[:, first.keys], first, out_BMHE, lse_BHM)
+        else:
+            total = torch.zeros_like(out_BMHE, dtype=lse_BHM.dtype)
             lse_BHM.fill_(float("-inf"))
-        for block in call.blocks:
-            rows, keys = _rows(block), _keys(block)
-            part, part_lse = out[:, rows], lse_BHM[:, :, rows]
-            if call.rows_overlap:
-                part = torch.empty_like(part, dtype=partial_dtype(out_BMHE.dtype))
-                part_lse = torch.empty_like(part_lse)
-            run(request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, part, part_lse)
-            if call.rows_overlap:
-                merge_(out[:, rows], lse_BHM[:, :, rows], part, part_lse)
+        for layer in layers:
+            rows, keys = layer.rows, layer.keys
+            part = torch.empty_like(out_BMHE[:, rows], dtype=dtype)
+            part_lse = torch.empty_like(lse_BHM[:, :, rows])
+            forward(request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], layer, part, part_lse)
+            merge_(total[:, rows], lse_BHM[:, :, rows], part, part_lse)
         if sinks_H is not None:
-            join_sinks_(out, lse_BHM, sinks_H)
-        if out is not out_BMHE:
-            out_BMHE.copy_(out)
+            join_sinks_(total, lse_BHM, sinks_H)
+        if total is not out_BMHE:
+            out_BMHE.copy_(total)
 
-    return forward
+    return whole
 
 
 def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``Kernel.backward`` of ``run(request, dout, q, k, v, out, lse, band, dq, dk, dv)``.
-
-    With the joint out and lse, each block's gradients are its exact share of the whole.
-    """
+    """Make the backward of a layer of ``run(request, dout, q, k, v, out, lse, band, dq, dk, dv)``."""
 
     def backward(
+        request: Request,
+        dout_BMHE: torch.Tensor,
+        q_BMHD: torch.Tensor,
+        k_BNGD: torch.Tensor,
+        v_BNGE: torch.Tensor,
+        out_BMHE: torch.Tensor,
+        lse_BHM: torch.Tensor,
+        layer: Call,
+        dq_BMHD: torch.Tensor,
+        dk_BNGD: torch.Tensor,
+        dv_BNGE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+        dsinks_H: torch.Tensor | None = None,
+    ) -> None:
+        """Write dq, dk and dv of a call in which no row is in two blocks; keys may be."""
+        if not layer.covers_rows:
+            dq_BMHD.zero_()
+        sums = [dk_BNGD, dv_BNGE]
+        if layer.keys_overlap:
+            sums = [torch.zeros_like(x, dtype=lse_BHM.dtype) for x in sums]
+        elif not layer.covers_keys:
+            dk_BNGD.zero_()
+            dv_BNGE.zero_()
+        for block in layer.blocks:
+            rows, keys = _rows(block), _keys(block)
+            parts = places = [x[:, keys] for x in sums]
+            if layer.keys_overlap:
+                parts = [torch.empty_like(x[:, keys]) for x in (dk_BNGD, dv_BNGE)]
+            run(
+                request, dout_BMHE[:, rows], q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], out_BMHE[:, rows],
+                lse_BHM[:, :, rows], block.band, dq_BMHD[:, rows], *parts,
+            )  # fmt: skip
+            for place, part in zip(places, parts, strict=True):
+                if part is not place:
+                    place += part
+        if layer.keys_overlap:
+            dk_BNGD.copy_(sums[0])
+            dv_BNGE.copy_(sums[1])
+        if sinks_H is not None and dsinks_H is not None:
+            dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
+
+    return backward
+
+
+def backward_by_layer(backward: Callable[..., None]) -> Callable[..., None]:
+    """Make ``Kernel.backward`` of the backward of a layer.
+
+    With the joint out and lse, each layer's gradients are its exact share of the whole.
+    """
+
+    def whole(
         request: Request,
         dout_BMHE: torch.Tensor,
         q_BMHD: torch.Tensor,
@@ -78,35 +157,42 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         sinks_H: torch.Tensor | None = None,
         dsinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Write dq and the shares of dk and dv; see ``Kernel.backward``."""
-        targets = (dq_BMHD, dk_BNGD, dv_BNGE)
-        overlap = (call.rows_overlap, call.keys_overlap, call.keys_overlap)
-        covered = (call.covers_rows, call.covers_keys, call.covers_keys)
-        totals = [
-            torch.zeros_like(x, dtype=lse_BHM.dtype) if shared else x if full else x.zero_()
-            for x, shared, full in zip(targets, overlap, covered, strict=True)
-        ]
-        for block in call.blocks:
-            rows, keys = _rows(block), _keys(block)
-            places = [x[:, span] for x, span in zip(totals, (rows, keys, keys), strict=True)]
-            parts = [
-                torch.empty_like(place, dtype=x.dtype) if shared else place
-                for place, x, shared in zip(places, targets, overlap, strict=True)
-            ]
-            run(
+        """Write dq, dk and dv; see ``Kernel.backward``."""
+        grads = totals = (dq_BMHD, dk_BNGD, dv_BNGE)
+        sinks, layers = (sinks_H, dsinks_H), list(call.layers)
+        if len(layers) == 1:
+            backward(request, dout_BMHE, q_BMHD, k_BNGD, v_BNGE, out_BMHE, lse_BHM, call, *grads, *sinks)
+            return
+        if _in_place(call):
+            first = layers.pop(0)
+            k, v, dk, dv = (x[:, first.keys] for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
+            if first.k_len < call.k_len:
+                dk_BNGD.zero_()
+                dv_BNGE.zero_()
+            backward(request, dout_BMHE, q_BMHD, k, v, out_BMHE, lse_BHM, first, dq_BMHD, dk, dv, *sinks)
+        else:
+            totals = tuple(torch.zeros_like(x, dtype=lse_BHM.dtype) for x in grads)
+        for layer in layers:
+            rows, keys = layer.rows, layer.keys
+            parts = [torch.empty_like(x[:, span]) for x, span in zip(grads, (rows, keys, keys), strict=True)]
+            backward(
                 request, dout_BMHE[:, rows], q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], out_BMHE[:, rows],
-                lse_BHM[:, :, rows], block.band, *parts,
+                lse_BHM[:, :, rows], layer, *parts,
             )  # fmt: skip
-            for place, part in zip(places, parts, strict=True):
-                if part is not place:
-                    place += part
-        for target, total in zip(targets, totals, strict=True):
-            if total is not target:
-                target.copy_(total)
-        if sinks_H is not None and dsinks_H is not None:
-            dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
+            for total, part, span in zip(totals, parts, (rows, keys, keys), strict=True):
+                total[:, span] += part
+        if totals is not grads:
+            for grad, total in zip(grads, totals, strict=True):
+                grad.copy_(total)
+            if sinks_H is not None and dsinks_H is not None:
+                dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
 
-    return backward
+    return whole
+
+
+def _in_place(call: Call) -> bool:
+    """Whether the first layer can write all rows, so that the second is the only one to add."""
+    return len(call.layers) == 2 and call.layers[0].q_len == call.q_len
 
 
 def _rows(block: Block) -> slice:

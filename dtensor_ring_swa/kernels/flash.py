@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
@@ -60,7 +60,7 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def forward(
+def _forward_layer(
     request: Request,
     q_BMHD: torch.Tensor,
     k_BNGD: torch.Tensor,
@@ -70,7 +70,7 @@ def forward(
     lse_BHM: torch.Tensor,
     sinks_H: torch.Tensor | None = None,
 ) -> None:
-    """Write out and lse; see ``Kernel.forward``. Documents are one call of the package, sinks part of it."""
+    """Write out and lse of a layer. Documents are one call of the package, sinks part of it."""
     groups = flash_groups(call, request.device)
     if groups is None:
         _forward_by_block(request, q_BMHD, k_BNGD, v_BNGE, call, out_BMHE, lse_BHM, sinks_H)
@@ -86,7 +86,7 @@ def forward(
             _forward(request, q[b], k[b], v[b], group.window, out[b], lse[b], sinks, group)
 
 
-def backward(
+def _backward_layer(
     request: Request,
     dout_BMHE: torch.Tensor,
     q_BMHD: torch.Tensor,
@@ -101,7 +101,7 @@ def backward(
     sinks_H: torch.Tensor | None = None,
     dsinks_H: torch.Tensor | None = None,
 ) -> None:
-    """Write dq, dk and dv; see ``Kernel.backward``."""
+    """Write dq, dk and dv of a layer."""
     groups = flash_groups(call, request.device)
     grads = (dq_BMHD, dk_BNGD, dv_BNGE)
     if groups is None:
@@ -190,8 +190,10 @@ def _varlen(packed: Group | None) -> dict[str, Any]:
     return {} if packed is None else {name: getattr(packed, name) for name in names}
 
 
-_forward_by_block = forward_by_block(forward_on_bands(_forward), grad_dtype)
+_forward_by_block = forward_by_block(forward_on_bands(_forward))
 _backward_by_block = backward_by_block(backward_on_bands(_backward))
+forward = forward_by_layer(_forward_layer, grad_dtype)
+backward = backward_by_layer(_backward_layer)
 
 
 def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:

@@ -40,11 +40,11 @@ class Group:
 def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
     """The fewest calls that compute each block once, ready on the device; None if blocks do not suit.
 
-    They suit if no row and no key is in two and every row is in one, and if no block has more queries
+    They suit if no key is in two and every row is in one, and if no block has more queries
     than keys (see ``flash_band``). The last document of a shard may be a call of its own: where a
     window has a right side, its last key is not aligned with its last query as in the others.
     """
-    if call.rows_overlap or call.keys_overlap or not call.covers_rows:
+    if call.keys_overlap or not call.covers_rows:
         return None
     if any(b.q_stop - b.q_start > b.k_stop - b.k_start for b in call.blocks):
         return None

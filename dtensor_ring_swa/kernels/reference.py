@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "reference"
@@ -80,8 +80,8 @@ def _backward(
         dk_BNGD[:, keys] += (dscores.transpose(-1, -2) @ q).sum(2).transpose(1, 2)
 
 
-forward = forward_by_block(_forward, grad_dtype)
-backward = backward_by_block(_backward)
+forward = forward_by_layer(forward_by_block(_forward), grad_dtype)
+backward = backward_by_layer(backward_by_block(_backward))
 
 
 def _tiles(band: Band, q_len: int, k_len: int) -> Iterator[tuple[slice, slice, Band]]:
