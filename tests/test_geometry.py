@@ -26,9 +26,9 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "deal", "keys",
     "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band", "kernels.aten",
-    "kernels.flash", "kernels.intervals", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__",
-    "halo", "rotate", "schedule", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",
-    "sequence", "parallel", "",
+    "kernels.flash", "kernels.intervals", "kernels.split_keys", "kernels.triton_tiles", "kernels.triton_kernels",
+    "kernels.triton", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "ops", "sharding", "heads",
+    "dtensor", "documents", "checks", "attention", "sequence", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat")
