@@ -106,7 +106,7 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scale, cap, S: tl.const
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         top = tl.load(sinks + group * S.G + head).to(tl.float32) * _LOG2E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        total += 1
     for layer in range(layers):
         lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
         for part in tl.static_range(3):
