@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import lru_cache
+from types import ModuleType
+
 import torch
 
 
@@ -13,16 +17,34 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_BMHE: torch.Tensor, part_l
     rows stay 0.
 
     Args:
-        out: ``[B, M, H, Dv]``, float32 or wider.
+        out: ``[B, M, H, Dv]``, of any float dtype; the sum is taken in lse's, and rounded once.
         lse: ``[B, H, M]``.
         part_BMHE: The partial result, of any float dtype.
         part_lse_BHM: Its lse.
     """
+    fused = _fused(out, lse, part_BMHE, part_lse_BHM)
+    if fused is not None:
+        fused.merge_(out, lse, part_BMHE, part_lse_BHM)
+        return
     joint = torch.logaddexp(lse, part_lse_BHM)
     base = joint.masked_fill(joint == float("-inf"), 0.0)
     old, new = ((x - base).exp().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse_BHM))
-    out.mul_(old).add_(part_BMHE * new)
+    out.copy_((out * old).add_(part_BMHE * new))
     lse.copy_(joint)
+
+
+def _fused(out: torch.Tensor, lse: torch.Tensor, *parts: torch.Tensor) -> ModuleType | None:
+    """The Triton program, where it can be used: it reads and writes each element once."""
+    suits = out.is_cuda and torch.version.hip is None and lse.dtype == torch.float32
+    return _triton() if suits and all(x.stride(-1) == 1 for x in (out, lse, *parts)) else None
+
+
+@lru_cache(maxsize=1)
+def _triton() -> ModuleType | None:
+    try:
+        return importlib.import_module("dtensor_ring_swa.merge_triton")
+    except ImportError:
+        return None
 
 
 def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks_H: torch.Tensor) -> None:

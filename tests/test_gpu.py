@@ -39,7 +39,7 @@ def check(pool: RankPool, case: Case) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kernel", ["flash", "aten", "reference"])
+@pytest.mark.parametrize("kernel", ["flash", "aten", "triton", "reference"])
 def test_windows(pool: RankPool, kernel: str, window: tuple[int, int], plain: bool) -> None:
     check(
         pool,
@@ -50,7 +50,7 @@ def test_windows(pool: RankPool, kernel: str, window: tuple[int, int], plain: bo
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", ["flash", "aten", "reference"])
+@pytest.mark.parametrize("kernel", ["flash", "aten", "triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("strided", [False, True])
 def test_uneven_batches_of_any_dtype(pool: RankPool, kernel: str, dtype: torch.dtype, strided: bool) -> None:
@@ -63,7 +63,7 @@ def test_uneven_batches_of_any_dtype(pool: RankPool, kernel: str, dtype: torch.d
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", ["flash", "reference"])
+@pytest.mark.parametrize("kernel", ["flash", "triton", "reference"])
 def test_softcap(pool: RankPool, kernel: str) -> None:
     check(
         pool,

@@ -22,6 +22,7 @@ from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call, blocks_between
 from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.kernels.intervals import intervals_of_keys, intervals_of_queries
+from dtensor_ring_swa.kernels.split_keys import split_keys
 from dtensor_ring_swa.layout import Run, runs
 from dtensor_ring_swa.testing import RankPool
 
@@ -62,6 +63,13 @@ def shown(call: Call) -> torch.Tensor:
         distance = torch.arange(part.shape[1]) - torch.arange(part.shape[0])[:, None]
         part += (distance >= b.band.lower) & (distance <= b.band.upper)
     return seen
+
+
+def covered(bounds: torch.Tensor, count: int) -> torch.Tensor:
+    """How often the intervals of each row hold each of ``count`` rows of the other side."""
+    lo, hi = bounds.unbind(1)
+    columns = torch.arange(count)
+    return ((columns >= lo[..., None]) & (columns < hi[..., None])).sum(0, dtype=torch.int)
 
 
 def tensors(problem: Problem) -> tuple[torch.Tensor, ...]:
@@ -171,6 +179,8 @@ def calls(draw: st.DrawFn, most: int = 120) -> Call:
     return replace(NOTHING, q_stop=sum(map(len, queries)), k_stop=sum(map(len, keys)), blocks=tuple(blocks))
 
 
+# More key rows than a tile of the split, and more queries than a chunk.
+SINK_TOKENS = Call.of(make_plan(1200, 1, 0, (3, 0), sink_tokens=20).blocks)
 # A few configurations, since flash and triton compile programs for each.
 CONFIGURATIONS = (
     Problem(NOTHING, "float32", 1, 1, 2, 8, 8, sinks=True),
@@ -189,7 +199,7 @@ def label(problem: Problem) -> str:
 
 @pytest.mark.parametrize("problem", CONFIGURATIONS, ids=label)
 @pytest.mark.parametrize("name", list(KERNELS))
-@settings(max_examples=10, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=5, phases=set(Phase) - {Phase.shrink})
 @given(call=calls())
 # Windows and sink tokens of documents that end inside a tile.
 @example(call=Call.of(make_plan(120, 1, 0, (5, 0), (0, 30, 37, 90, 120), 2).blocks))
@@ -198,9 +208,26 @@ def label(problem: Problem) -> str:
     call=Call.of(blocks_between([Run(0, 30), Run(90, 120)], [Run(0, 30), Run(60, 90)], Window(70, 0), (0, 120), 3))
 )
 # More than one tile of everything.
-@example(call=Call.single(300, 290, Band(-140, 60)))
+@example(call=Call.single(150, 140, Band(-90, 30)))
 def test_calls(check: Callable[[str, Problem], None], name: str, problem: Problem, call: Call) -> None:
     check(name, replace(problem, call=call))
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_keys_that_very_many_queries_see(check: Callable[[str, Problem], None], name: str) -> None:
+    dtype = "float32" if name == "reference" else "float16"
+    check(name, Problem(SINK_TOKENS, dtype, batch=2, groups=1, group=1, head_dim=8, v_head_dim=16))
+
+
+def test_split_keys_are_shared_out_whole() -> None:
+    rest, split = split_keys(SINK_TOKENS, CPU)
+    assert split is not None and split.rows.tolist() == list(range(20))
+    seen = shown(SINK_TOKENS).T
+    assert torch.equal(covered(rest, SINK_TOKENS.q_len), seen.index_fill(0, split.rows, 0))
+    # The parts of a key row, summed as their gradients are.
+    parts = covered(split.bounds, SINK_TOKENS.q_len)
+    assert parts.sum(1).max() <= 512
+    assert torch.equal(split.sums(parts[None, :, :, None].float())[0, :, :, 0].int(), seen[split.rows])
 
 
 @settings(max_examples=300)
@@ -208,12 +235,8 @@ def test_calls(check: Callable[[str, Problem], None], name: str, problem: Proble
 def test_intervals_show_what_the_blocks_show(call: Call) -> None:
     seen = shown(call)
     assert seen.max() <= 1, "a row sees a key twice"
-    for bounds, want in ((intervals_of_queries(call, CPU), seen), (intervals_of_keys(call, CPU), seen.T)):
-        assert bounds.dtype == torch.int32 and bounds.shape[1:] == (2, want.shape[0])
-        columns = torch.arange(want.shape[1])
-        lo, hi = bounds.unbind(1)
-        got = (columns >= lo[..., None]) & (columns < hi[..., None])
-        assert torch.equal(got.sum(0, dtype=torch.int), want)
+    assert torch.equal(covered(intervals_of_queries(call, CPU), call.k_len), seen)
+    assert torch.equal(covered(intervals_of_keys(call, CPU), call.q_len), seen.T)
 
 
 def test_tiles_walk_little_that_none_of_their_rows_sees() -> None:

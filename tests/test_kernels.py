@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels import KERNELS, Request, choose
+from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton
 from dtensor_ring_swa.kernels.flash_band import _pieces
 from dtensor_ring_swa.kernels.flash_groups import Group, flash_groups
+from dtensor_ring_swa.merge import merge_
 from dtensor_ring_swa.plan import make_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +86,7 @@ def bands(draw: st.DrawFn) -> tuple[Band, dict[str, int]]:
     return Band(lower, lower + draw(st.integers(0, 200))), sizes
 
 
-# flash compiles a kernel for many of these cases, so it has a shorter list below.
+# flash and triton compile a kernel for many of these cases, so they have a shorter list below.
 @pytest.mark.parametrize("name", ["aten", "reference"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @settings(max_examples=40)
@@ -120,7 +124,9 @@ def test_flash_pieces_show_what_the_band_shows() -> None:
         assert len(shown) == len(want) and set(shown) == want
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+# test_kernel_calls.py runs triton without a GPU.
+@pytest.mark.parametrize("name", ["flash", "triton"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize(
     ("band", "m", "n"),
@@ -136,20 +142,21 @@ def test_flash_pieces_show_what_the_band_shows() -> None:
         (Band(-3, 700), 300, 300),  # open on the right
     ],
 )
-def test_flash_bands(band: Band, m: int, n: int, softcap: float, dtype: str) -> None:
-    if reason := KERNELS["flash"].supports(Request(DEVICE, torch.bfloat16, 64, 64, 1.0)):
-        pytest.skip(f"flash: {reason}")
-    check("flash", dtype, band, {"b": 2, "m": m, "n": n, "g": 2, "r": 2, "d": 64, "e": 64}, softcap, True)
+def test_bands_of_all_kinds(name: str, band: Band, m: int, n: int, softcap: float, dtype: str) -> None:
+    if reason := KERNELS[name].supports(Request(DEVICE, getattr(torch, dtype), 64, 64, 1.0)):
+        pytest.skip(f"{name}: {reason}")
+    check(name, dtype, band, {"b": 2, "m": m, "n": n, "g": 2, "r": 2, "d": 64, "e": 64}, softcap, True)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
-@pytest.mark.parametrize("name", ["flash", "aten"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["flash", "aten", "triton"])
 @pytest.mark.parametrize(("d", "e"), [(192, 128), (256, 256), (80, 80), (64, 128), (128, 64), (16, 16)])
-def test_head_dims_on_gpu(name: str, d: int, e: int) -> None:
-    request = Request(DEVICE, torch.bfloat16, d, e, 1.0)
+def test_head_dims_on_gpu(name: str, d: int, e: int, dtype: str) -> None:
+    request = Request(DEVICE, getattr(torch, dtype), d, e, 1.0)
     if reason := KERNELS[name].supports(request):
         pytest.skip(f"{name}: {reason}")
-    check(name, "bfloat16", Band(-100, 0), {"b": 1, "m": 700, "n": 700, "g": 2, "r": 2, "d": d, "e": e}, 0.0, False)
+    check(name, dtype, Band(-100, 0), {"b": 1, "m": 700, "n": 700, "g": 2, "r": 2, "d": d, "e": e}, 0.0, False)
 
 
 def test_reference_memory_grows_with_the_window_only() -> None:
@@ -163,10 +170,25 @@ def test_reference_memory_grows_with_the_window_only() -> None:
     assert 0 < largest <= 8 * 128 * 191 + 512
 
 
+def test_triton_without_the_package_or_a_gpu() -> None:
+    request = Request(torch.device("cpu"), torch.float16, 64, 64, 1.0)
+    assert "needs an NVIDIA GPU" in str(triton.supports(request))
+    assert "not torch.float64" in str(triton.supports(replace(request, dtype=torch.float64)))
+    assert "head dims from 1 to 256, got 64 and 257" in str(triton.supports(replace(request, v_head_dim=257)))
+    for cache in (triton._missing, triton._programs):
+        cache.cache_clear()
+    try:
+        with mock.patch.dict(sys.modules, {"dtensor_ring_swa.kernels.triton_kernels": None}):
+            assert "needs triton (pip install 'dtensor-ring-swa[triton]')" in str(triton.supports(request))
+    finally:
+        for cache in (triton._missing, triton._programs):
+            cache.cache_clear()
+
+
 def test_a_named_kernel_never_falls_back() -> None:
     request = Request(torch.device("cpu"), torch.float64, 8, 8, 1.0)
-    for name in ("aten", "flash"):
-        with pytest.raises(NotImplementedError, match=r"NVIDIA GPU.*'reference'"):
+    for name in ("aten", "flash", "triton"):
+        with pytest.raises(NotImplementedError, match=r"(NVIDIA GPU|not torch.float64).*'reference'"):
             choose(name, request)
     assert choose("auto", request) is KERNELS["reference"]
     with pytest.raises(ValueError, match="unknown kernel 'cudnn'"):
@@ -207,3 +229,21 @@ def _pairs(group: Group) -> list[tuple[int, int]]:
         for j in range(k_start, k_stop)
         if -left <= (j - k_stop) - (i - q_stop) <= right
     ]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 40, 64, 128, 256])
+def test_fused_merge_equals_the_definition(width: int, dtype: torch.dtype) -> None:
+    out, part = (torch.randn(2, 70, 3, width, device=DEVICE).to(dtype)[:, 5:] for _ in range(2))
+    lse, part_lse = (torch.randn(2, 3, 70, device=DEVICE)[:, :, 5:] * 40 for _ in range(2))
+    lse[:, :, :9], part_lse[:, :, 5:20] = float("-inf"), float("-inf")
+    out[:, :9], part[:, 5:20] = 0, 0
+    joint = torch.logaddexp(lse.double(), part_lse.double())
+    base = joint.masked_fill(joint == float("-inf"), 0.0)
+    old, new = ((x.double() - base).exp().transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
+    want = out.double() * old + part.double() * new
+    merge_(out, lse, part, part_lse)
+    assert torch.allclose(lse.double(), joint, atol=1e-5, rtol=1e-6)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(out.double(), want, atol=tolerance, rtol=tolerance)

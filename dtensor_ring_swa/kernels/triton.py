@@ -9,40 +9,18 @@ from __future__ import annotations
 import importlib
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
 
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels.intervals import intervals_of_keys, intervals_of_queries
+from dtensor_ring_swa.kernels.intervals import intervals_of_queries
 from dtensor_ring_swa.kernels.request import Request
+from dtensor_ring_swa.kernels.split_keys import split_keys
+from dtensor_ring_swa.kernels.triton_tiles import DKDV, DQ, FORWARD, SPLIT, options_for
 
 NAME = "triton"
 _MAX_HEAD_DIM = 256
 _LOG2E = 1.4426950408889634
-
-
-class Tile(NamedTuple):
-    """Packed query rows and keys that a program takes at a time, its warps, and the depth of its pipeline."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# By the widest head dim, padded to a power of two, for 2 bytes an element: forward, dq, dk and dv.
-_TILES = {
-    64: (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
-    256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-}
-# For 4 bytes an element, which the tensor cores do not take.
-_WIDE_TILES = {
-    64: (Tile(32, 32, 4, 2),) * 3,
-    128: (Tile(32, 32, 4, 1),) * 3,
-    256: (Tile(16, 32, 4, 1),) * 3,
-}
 
 
 def supports(request: Request) -> str | None:
@@ -52,17 +30,15 @@ def supports(request: Request) -> str | None:
     widths = request.head_dim, request.v_head_dim
     if min(widths) < 1 or max(widths) > _MAX_HEAD_DIM:
         return f"it takes head dims from 1 to {_MAX_HEAD_DIM}, got {widths[0]} and {widths[1]}"
-    try:
-        interpreted = _is_interpreted()
-    except ImportError as error:
-        return f"it needs triton (pip install 'dtensor-ring-swa[triton]'): {error}"
-    if interpreted:
+    if reason := _missing():
+        return reason
+    if _is_interpreted():
         return None if request.dtype != torch.bfloat16 else "Triton's interpreter does not multiply bfloat16"
     if request.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, and the tensors are on {request.device.type!r}"
     if torch.cuda.get_device_capability(request.device) < (8, 0):
         return "it needs compute capability 8.0 or newer"
-    return None
+    return _cannot_build()
 
 
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,13 +59,12 @@ def forward(
     """Write out and lse; see ``Kernel.forward``."""
     if not out_BMHE.numel():
         return
+    tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD)
     bounds = intervals_of_queries(call, q_BMHD.device)
-    tile, options = _options(request, 0, q_BMHD.shape[2] // k_BNGD.shape[2])
-    sinks = None if sinks_H is None else sinks_H.contiguous()
     with torch.cuda.device_of(q_BMHD):
-        _programs().forward[_grid(q_BMHD, k_BNGD, tile)](
-            q_BMHD, k_BNGD, v_BNGE, sinks, out_BMHE, lse_BHM, bounds, q_BMHD.stride(), k_BNGD.stride(),
-            v_BNGE.stride(), out_BMHE.stride(), lse_BHM.stride(), q_BMHD.shape[1], len(bounds), *_scales(request),
+        _programs().forward[tiles, k_BNGD.shape[2], q_BMHD.shape[0]](
+            _strided(q_BMHD), _strided(k_BNGD), _strided(v_BNGE), None if sinks_H is None else sinks_H.contiguous(),
+            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], len(bounds), *_scales(request),
             **options,
         )  # fmt: skip
 
@@ -114,29 +89,38 @@ def backward(
         for grad in (dq_BMHD, dk_BNGD, dv_BNGE):
             grad.zero_()
         return
-    bounds, key_bounds = intervals_of_queries(call, q_BMHD.device), intervals_of_keys(call, q_BMHD.device)
-    batch, rows, heads, _ = q_BMHD.shape
-    group = heads // k_BNGD.shape[2]
-    # lse and rowsum(dout * out) of each packed row; padded, so that loads are wide.
-    terms_len = -(-rows * group // 16) * 16
-    row_terms = lse_BHM.new_empty(2 * batch * k_BNGD.shape[2] * terms_len)
-    strides = dout_BMHE.stride(), q_BMHD.stride(), k_BNGD.stride(), v_BNGE.stride()
+    batch, groups = q_BMHD.shape[0], k_BNGD.shape[2]
+    # Padded, so that loads are wide.
+    length = -(-q_BMHD.shape[1] * q_BMHD.shape[2] // groups // 16) * 16
+    terms = lse_BHM.new_empty(batch, groups, 2, length), length
+    dout, q, out = map(_strided, (dout_BMHE, q_BMHD, out_BMHE))
+
+    def keys_pass(program: int, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
+        _, tiles, options = options_for(program, request, q_BMHD, tensors[0])
+        _programs().backward_keys[tiles, groups, batch](
+            dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), *_scales(request),
+            request.scale, **options,
+        )  # fmt: skip
+
     with torch.cuda.device_of(q_BMHD):
-        tile, options = _options(request, 1, group)
-        _programs().backward_queries[_grid(q_BMHD, k_BNGD, tile)](
-            dout_BMHE, q_BMHD, k_BNGD, v_BNGE, out_BMHE, lse_BHM, dq_BMHD, row_terms, bounds, *strides,
-            out_BMHE.stride(), lse_BHM.stride(), dq_BMHD.stride(), rows, len(bounds), terms_len,
-            *_scales(request), request.scale, **options,
+        bounds = intervals_of_queries(call, q_BMHD.device)
+        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD)
+        _programs().backward_queries[tiles, groups, batch](
+            dout, q, _strided(k_BNGD), _strided(v_BNGE), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
+            q_BMHD.shape[1], len(bounds), *_scales(request), request.scale, **options,
         )  # fmt: skip
-        tile, options = _options(request, 2, group)
-        _programs().backward_keys[(-(-k_BNGD.shape[1] // tile.keys), k_BNGD.shape[2], batch)](
-            dout_BMHE, q_BMHD, k_BNGD, v_BNGE, dk_BNGD, dv_BNGE, row_terms, key_bounds, *strides, dk_BNGD.stride(),
-            dv_BNGE.stride(), rows, k_BNGD.shape[1], len(key_bounds), terms_len, *_scales(request), request.scale,
-            **options,
-        )  # fmt: skip
+        bounds, split = split_keys(call, q_BMHD.device)
+        keys_pass(DKDV, bounds, k_BNGD, v_BNGE, dk_BNGD, dv_BNGE)
+        if split is not None:
+            copies = [x.index_select(1, split.copies) for x in (k_BNGD, v_BNGE)]
+            parts = [lse_BHM.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in copies]
+            keys_pass(SPLIT, split.bounds, *copies, *parts)
+            for grad, part in zip((dk_BNGD, dv_BNGE), parts, strict=True):
+                grad.index_copy_(1, split.rows, split.sums(part).to(grad.dtype))
     if sinks_H is not None and dsinks_H is not None:
-        terms = row_terms.view(batch, -1, 2, terms_len)[..., : rows * group].unflatten(-1, (rows, group))
-        _add_sinks_gradient(dsinks_H, sinks_H, *terms.unbind(2))
+        rows, group = q_BMHD.shape[1], q_BMHD.shape[2] // groups
+        of_rows = terms[0][..., : rows * group].unflatten(-1, (rows, group))
+        _add_sinks_gradient(dsinks_H, sinks_H, *of_rows.unbind(2))
 
 
 def _add_sinks_gradient(
@@ -148,11 +132,15 @@ def _add_sinks_gradient(
     dsinks_H -= (share * delta_BGMR).sum((0, 2)).flatten()
 
 
-def _grid(q_BMHD: torch.Tensor, k_BNGD: torch.Tensor, tile: Tile) -> tuple[int, int, int]:
-    """Tiles of packed rows, groups of heads, and the batch."""
-    batch, rows, heads, _ = q_BMHD.shape
-    groups = k_BNGD.shape[2]
-    return -(-rows * (heads // groups) // tile.rows), groups, batch
+def _strided(x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """A tensor as the programs take it."""
+    return x, *x.stride()
+
+
+def _strided_lse(lse_BHM: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """The lse with its strides in the order of the others."""
+    batch, head, row = lse_BHM.stride()
+    return lse_BHM, batch, row, head
 
 
 def _scales(request: Request) -> tuple[float, float]:
@@ -162,25 +150,31 @@ def _scales(request: Request) -> tuple[float, float]:
     return request.scale * _LOG2E, 0.0
 
 
-def _options(request: Request, direction: int, group: int) -> tuple[Tile, dict[str, Any]]:
-    """The tile of one of the passes, and its compile-time options."""
-    block_d, block_e = (max(16, 1 << (width - 1).bit_length()) for width in (request.head_dim, request.v_head_dim))
-    tiles = _WIDE_TILES if request.dtype == torch.float32 else _TILES
-    tile = tiles[max(64, block_d, block_e)][direction]
-    return tile, {
-        "D": request.head_dim, "E": request.v_head_dim, "G": group, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
-        "BLOCK_D": block_d, "BLOCK_E": block_e, "CAPPED": bool(request.softcap),
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-
-
 @lru_cache(maxsize=1)
 def _programs() -> ModuleType:
     return importlib.import_module("dtensor_ring_swa.kernels.triton_kernels")
 
 
 @lru_cache(maxsize=1)
+def _missing() -> str | None:
+    try:
+        _programs()
+    except ImportError as error:
+        return f"it needs triton (pip install 'dtensor-ring-swa[triton]'): {error}"
+    return None
+
+
+@lru_cache(maxsize=1)
 def _is_interpreted() -> bool:
     """Whether Triton runs the programs in Python, on any device: it chose when they were defined."""
-    jit_function = importlib.import_module("triton.runtime").JITFunction
-    return not isinstance(_programs().forward, jit_function)
+    return not isinstance(_programs().forward, importlib.import_module("triton.runtime").JITFunction)
+
+
+@lru_cache(maxsize=1)
+def _cannot_build() -> str | None:
+    """Why Triton cannot start programs here. It builds its launchers with a C compiler and Python's headers."""
+    try:
+        _ = importlib.import_module("triton.runtime").driver.active.utils
+    except Exception as error:
+        return f"triton cannot build its launchers here: {error!r}"
+    return None
