@@ -65,7 +65,7 @@ def attention(
     """
     geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
     geometry.check_rows(q_BSHD.shape[1])
-    request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
+    request = _request(q_BSHD, v_BSGE, geometry.window, scale, softcap, deterministic)
     chosen = choose(kernel, request)
     out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
     for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
@@ -103,7 +103,7 @@ def attention_backward(
     The gradient of sinks is this shard's contribution; without sinks it is empty.
     """
     geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
-    request = _request(q_BSHD, v_BSGE, scale, softcap, deterministic)
+    request = _request(q_BSHD, v_BSGE, geometry.window, scale, softcap, deterministic)
     chosen = choose(kernel, request)
     dsinks = None if sinks_H is None else lse_BHS.new_zeros(sinks_H.shape)
     grads = []
@@ -200,8 +200,12 @@ def _rows_of(kept: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
     return kept[rows.start * width : rows.stop * width]
 
 
-def _request(q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, scale: float, softcap: float, deterministic: bool) -> Request:
-    return Request(q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic)
+def _request(
+    q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, scale: float, softcap: float, deterministic: bool
+) -> Request:
+    left, right = window.sides
+    reach = None if left is None or right is None else left + right
+    return Request(q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic, reach)
 
 
 def _empty_results(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -247,3 +248,17 @@ def test_fused_merge_equals_the_definition(width: int, dtype: torch.dtype) -> No
     assert torch.allclose(lse.double(), joint, atol=1e-5, rtol=1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     assert torch.allclose(out.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_auto_takes_triton_for_narrow_windows_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in KERNELS.values():
+        monkeypatch.setattr(kernel, "supports", lambda request: None)
+    narrow = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 1.0, reach=127)
+    chosen = [
+        choose("auto", request).NAME
+        for request in (
+            narrow, replace(narrow, reach=129), replace(narrow, reach=None), replace(narrow, v_head_dim=128),
+            replace(narrow, device=torch.device("cpu")),
+        )
+    ]  # fmt: skip
+    assert chosen == ["triton", "flash", "flash", "flash", "flash"]

@@ -28,9 +28,22 @@ def choose(name: str, request: Request) -> Kernel:
     """
     check_name(name)
     if name == "auto":
-        return next(kernel for kernel in KERNELS.values() if kernel.supports(request) is None)
+        return next(kernel for kernel in _by_speed(request) if kernel.supports(request) is None)
     reason = KERNELS[name].supports(request)
     if reason is not None:
         able = [other for other, kernel in KERNELS.items() if kernel.supports(request) is None]
         raise NotImplementedError(f"kernel {name!r} cannot do this: {reason}; these can: {able}, or 'auto'")
     return KERNELS[name]
+
+
+def _by_speed(request: Request) -> list[Kernel]:
+    """The kernels, the fastest first.
+
+    Measured on H200 at 64/8 heads of 64 and a window of 127, forward and backward: triton 0.47 / 1.07 ms,
+    flash 0.49 / 1.78, aten 1.04 / 2.66. At 32/8 heads of 128 and 4095: flash 2.97 / 9.3, triton 4.4 / 15.2.
+    """
+    if request.device.type != "cuda":
+        # Triton's interpreter, which serves other devices, is for tests.
+        return [kernel for kernel in KERNELS.values() if kernel.NAME != "triton"]
+    narrow = request.reach is not None and request.reach <= 128 and max(request.head_dim, request.v_head_dim) <= 64
+    return sorted(KERNELS.values(), key=lambda kernel: not (narrow and kernel.NAME == "triton"))

@@ -22,6 +22,7 @@ class Request:
         scale: Factor on the scores.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 leaves them.
         deterministic: Bitwise the same gradients on every run.
+        reach: Tokens that the window shows besides the query's own; None if it has no limit.
     """
 
     device: torch.device
@@ -31,6 +32,7 @@ class Request:
     scale: float
     softcap: float = 0.0
     deterministic: bool = False
+    reach: int | None = None
 
 
 class Kernel(Protocol):

@@ -36,7 +36,8 @@ class Sizes(NamedTuple):
 FORWARD, DQ, DKDV, SPLIT = range(4)
 # Their tiles by the widest head dim, padded to a power of two, for 2 bytes an element.
 _TILES = {
-    64: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, TILE, 4, 3)),
+    # Of 8 to 10 tried on an H200 for 64/8 heads and windows of 127 tokens the fastest: 0.472, 0.549 and 0.522 ms.
+    64: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, TILE, 4, 3)),
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, TILE, 4, 2)),
     256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, TILE, 4, 2)),
 }
