@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 import sys
 from dataclasses import replace
 from unittest import mock
