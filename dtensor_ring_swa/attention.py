@@ -11,8 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring_swa.autocast import cast_input
 from dtensor_ring_swa.checks import (
     FACTS,
+    check_boundary_lists,
     check_documents,
     check_even_shards,
     check_layout,
@@ -21,13 +23,14 @@ from dtensor_ring_swa.checks import (
     check_sink_tokens,
     check_tensors,
     facts_of,
+    refuse_forward_mode,
 )
-from dtensor_ring_swa.documents import Documents
+from dtensor_ring_swa.documents import Documents, on_host
 from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.sharding import check_dtensors
+from dtensor_ring_swa.sharding import check_dtensors, place_of
 from dtensor_ring_swa.window import Window
 
 WindowLike = Window | tuple[int | None, int | None]
@@ -84,7 +87,8 @@ def ring_attention(
 
     Args:
         q: Queries ``[B, S, Hq, D]``, or ``[T, Hq, D]`` with ``cu_seqlens`` (k, v and the results
-            likewise); float64, float32, bfloat16 or float16.
+            likewise); float64, float32, bfloat16 or float16. Under torch.autocast q, k and v are cast
+            as for ``scaled_dot_product_attention``.
         k: Keys ``[B, S, Hkv, D]`` with ``Hq % Hkv == 0``.
         v: Values ``[B, S, Hkv, Dv]``.
         window: ``(left, right)`` tokens visible on each side of the query, its own not counted; -1 or
@@ -128,7 +132,8 @@ def ring_attention(
 
     Raises:
         ValueError: If the arguments do not fit together, before anything is sent, on every rank.
-        NotImplementedError: If the kernel cannot do it; the message says why and which can.
+        NotImplementedError: If the kernel cannot do it; the message says why and which can. Also for
+            forward-mode derivatives.
     """
     if cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v)):
         out, lse = ring_attention(
@@ -138,10 +143,13 @@ def ring_attention(
         )  # fmt: skip
         return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
+    q, k, v = cast_input(q), cast_input(k), cast_input(v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
+    name = "" if group is None else group.group_name
     error: Exception | None = None
     facts: tuple[int, ...] = ()
     documents: Documents | None = None
+    boundaries: torch.Tensor | None = None
     compiling = torch.compiler.is_compiling()
     try:
         window = Window.of(window)
@@ -149,20 +157,25 @@ def ring_attention(
         check_layout(layout, load_balance, exchange)
         check_sink_tokens(sink_tokens)
         check_tensors(q, k, v)
+        refuse_forward_mode(q, k, v, sinks)
         check_options(softcap, scale)
         how = None
         if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
             # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
             if mesh is not None or not compiling:
                 how = check_dtensors(q, k, v, mesh)
-            else:
-                check_even_shards(q)
-        if sinks is not None and not compiling:
+            if compiling:
+                name = place_of(q)
+        if sinks is not None and (how is not None or not isinstance(q, DTensor)):
             check_sinks(sinks, q, how)
         if cu_seqlens is not None and not compiling:
             documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
             whole = group is None or dist.get_world_size(group) == 1
             check_documents(documents, q.shape[0], q.shape[1] if whole else seq_len)
+        if cu_seqlens is not None and compiling:
+            # There are no values yet; the op checks them.
+            boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)
+            check_boundary_lists(boundaries, q.shape[0])
         if group is None:
             seq_len = check_length(q, seq_len)
         elif not compiling:
@@ -170,7 +183,12 @@ def ring_attention(
                 q, k, v, sinks, documents, window, sink_tokens, kernel, scale, softcap, deterministic, layout,
                 load_balance, exchange,
             )  # fmt: skip
+        if compiling:
+            check_even_shards(q, 1 if group is None else dist.get_world_size(group), seq_len)
     except (ValueError, NotImplementedError) as problem:
+        if compiling:
+            # Shown first; the message of an exception comes last in Dynamo's report, after advice that misleads.
+            torch._dynamo.graph_break(msg=str(problem))
         error = problem
     if group is not None and seq_len is None and dist.get_world_size(group) > 1:
         # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
@@ -179,20 +197,11 @@ def ring_attention(
         raise error
     if documents is not None:
         check_documents(documents, q.shape[0], seq_len)
+        boundaries = documents.cu_seqlens
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _ = attention(
-        q, k, v, sinks, _boundaries(cu_seqlens, documents), *window, sink_tokens, scale, softcap, kernel,
-        deterministic, layout, load_balance, exchange, q.shape[1] if seq_len is None else seq_len,
-        "" if group is None else group.group_name,
+        q, k, v, sinks, boundaries, *window, sink_tokens, scale, softcap, kernel,
+        deterministic, layout, load_balance, exchange, q.shape[1] if seq_len is None else seq_len, name,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _boundaries(cu_seqlens: CuSeqlens | None, documents: Documents | None) -> torch.Tensor | None:
-    """Boundaries for the op: on the host. While torch.compile traces, they are checked by the op."""
-    if documents is not None:
-        return documents.cu_seqlens
-    if isinstance(cu_seqlens, Documents):
-        return cu_seqlens.cu_seqlens
-    return cu_seqlens.cpu().long() if isinstance(cu_seqlens, torch.Tensor) else None

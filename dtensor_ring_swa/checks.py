@@ -6,6 +6,7 @@ import math
 from zlib import crc32
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.choice import EXCHANGES
@@ -85,6 +86,14 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> str:
     return ", ".join([f"{name} {list(x.shape)}" for name, x in tensors.items()])
 
 
+def refuse_forward_mode(*tensors: object) -> None:
+    """Raise NotImplementedError for dual tensors: autograd drops the tangents of an op that has no rule for them."""
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "ring_attention has no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors); use backward"
+        )
+
+
 def check_options(softcap: float, scale: float | None) -> None:
     """Raise ValueError unless both are finite numbers, and ``softcap`` is not negative."""
     if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
@@ -93,18 +102,29 @@ def check_options(softcap: float, scale: float | None) -> None:
         raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
 
 
-def check_even_shards(q_BSHD: DTensor) -> None:
+def check_even_shards(q_BSHD: torch.Tensor, ranks: int, seq_len: int | None) -> None:
     """Raise ValueError while torch.compile traces, if the ranks do not hold equally many tokens.
 
     Two faults of torch (seen on 2.11 to 2.15) make unequal shards unsafe there: a warm cache serves the
     graph of another rank, and nothing guards the global length.
+
+    Args:
+        q_BSHD: The queries, a DTensor or this rank's shard.
+        ranks: How many share the sequence of a plain shard.
+        seq_len: Tokens of the whole sequence of a plain shard, if they are known.
     """
-    for axis, placement in enumerate(q_BSHD.placements):
-        if placement.is_shard(1) and q_BSHD.shape[1] % q_BSHD.device_mesh.size(axis):
-            raise ValueError(
-                f"under torch.compile the {q_BSHD.shape[1]} tokens must divide over the "
-                f"{q_BSHD.device_mesh.size(axis)} ranks of their mesh axis; pad the sequence"
-            )
+    if isinstance(q_BSHD, DTensor):
+        seq_len = q_BSHD.shape[1]
+        axes = [axis for axis, placement in enumerate(q_BSHD.placements) if placement.is_shard(1)]
+        ranks = math.prod([q_BSHD.device_mesh.size(axis) for axis in axes])
+        even = seq_len % ranks == 0
+    else:
+        even = seq_len is None or seq_len == q_BSHD.shape[1] * ranks
+    if not even:
+        raise ValueError(
+            f"under torch.compile a sequence must divide over its ranks, got {seq_len} tokens on {ranks} ranks; pad "
+            "the sequence, or leave attention out of the graph, as fullgraph=False does by itself"
+        )
 
 
 def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
@@ -143,13 +163,18 @@ def check_sink_tokens(sink_tokens: int) -> None:
         raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
 
 
-def check_documents(documents: Documents, batch: int, seq_len: int | None) -> None:
-    """Raise ValueError unless there is a boundary list for all or for each of ``batch`` rows, of this length."""
-    if documents.cu_seqlens.ndim == 2 and len(documents.cu_seqlens) != batch:
+def check_boundary_lists(cu_seqlens: torch.Tensor, batch: int) -> None:
+    """Raise ValueError unless there is a boundary list for all or for each of ``batch`` rows."""
+    if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] != batch:
         raise ValueError(
             f"cu_seqlens must be [N + 1], or [B, N + 1] with a boundary list a batch row, got "
-            f"{list(documents.cu_seqlens.shape)} for {batch} rows"
+            f"{list(cu_seqlens.shape)} for {batch} rows"
         )
+
+
+def check_documents(documents: Documents, batch: int, seq_len: int | None) -> None:
+    """Raise ValueError unless there is a boundary list for all or for each of ``batch`` rows, of this length."""
+    check_boundary_lists(documents.cu_seqlens, batch)
     if seq_len is not None and documents.seq_len != seq_len:
         raise ValueError(
             f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got cu_seqlens[-1] = "

@@ -62,7 +62,7 @@ class Documents:
         self._device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
         if isinstance(mesh, DeviceMesh):
             self._device = torch.device(mesh.device_type)
-        self.cu_seqlens = _on_host(cu_seqlens)
+        self.cu_seqlens = on_host(cu_seqlens)
         self._rows: list[Boundaries] = [tuple(row) for row in torch.atleast_2d(self.cu_seqlens).tolist()]
         for row in self._rows:
             check_boundaries(row)
@@ -159,10 +159,14 @@ def _boundaries(starts: torch.Tensor) -> list[torch.Tensor] | torch.Tensor:
     return rows if starts.ndim > 1 else rows[0]
 
 
-def _on_host(cu_seqlens: object) -> torch.Tensor:
-    """Boundaries as one int64 tensor on the CPU; rows of a list are filled up with their last entry."""
+def on_host(cu_seqlens: object) -> torch.Tensor:
+    """Boundaries as one int64 tensor on the CPU; rows of a list are filled up with their last entry.
+
+    Raises:
+        ValueError: If they are not integers, or not shaped as boundaries; values are not looked at.
+    """
     if isinstance(cu_seqlens, (list, tuple)) and cu_seqlens and not isinstance(cu_seqlens[0], int):
-        rows = [_on_host(row) for row in cu_seqlens]
+        rows = [on_host(row) for row in cu_seqlens]
         if any(row.ndim != 1 or not row.numel() for row in rows):
             raise ValueError(f"cu_seqlens as a list needs one boundary list a batch row, got {cu_seqlens!r}")
         longest = max(map(len, rows))

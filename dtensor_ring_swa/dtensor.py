@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dtensor_ring_swa.heads import KeyHeads, SinkHeads
+from dtensor_ring_swa.heads import KeyHeads, SinkHeads, check_sinks
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.ops import attention, attention_backward
 from dtensor_ring_swa.sharding import Sharding, check_dtensors
@@ -41,6 +41,8 @@ class _Shards:
 def _unwrap(q: DTensor, k: DTensor, v: DTensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> _Shards:
     how, mesh = check_dtensors(q, k, v, None), q.device_mesh
     local_q, local_k, local_v = (x._local_tensor for x in (q, k, v))
+    if sinks is not None:
+        check_sinks(sinks, q, how)
     heads = KeyHeads.of(mesh, how.head_axes, q.shape[2], k.shape[2]) if how.shared_kv else None
     if heads is not None:
         local_k, local_v = heads.take(local_k), heads.take(local_v)

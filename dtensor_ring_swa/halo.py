@@ -6,7 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.exchange import fetch_halo, return_halo
+from dtensor_ring_swa.exchange import Rows, fetch_halo, return_halo
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
 from dtensor_ring_swa.plan import Plan
@@ -35,6 +35,8 @@ def halo_forward(
             kernel.forward(request, q_BSHD[:, rows], k, v, call, out_BSHE[:, rows], lse_BHS[:, :, rows], sinks_H)
 
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
+    # Rows that nobody sends, at the edges of the sequence: an output of the op must not differ from run to run.
+    halo[Rows.of(k_BSGD, v_BSGE).numel(plan.received_rows) :].zero_()
     compute(plan.interior_calls)
     exchange.wait()
     compute(plan.boundary_calls)

@@ -65,9 +65,10 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
     tensors: list[tuple[Any, int]] = [(call.get(key), dim) for key, dim in dims.items()]
     for x, dim in tensors:
         form.check(x, dim)
-    rows = {form.rows(x, dim) for x, dim in tensors}
-    whole = {x.shape[dim] for x, dim in tensors} if form.is_ready else {0}
-    if len(rows) > 1 or len(whole) > 1:
+    # Compared one by one: a set would make torch.compile fix a dynamic length.
+    rows = [form.rows(x, dim) for x, dim in tensors]
+    whole = [x.shape[dim] if form.is_ready else 0 for x, dim in tensors]
+    if any(n != rows[0] for n in rows) or any(n != whole[0] for n in whole):
         raise ValueError(f"inputs differ in length on dim {' or '.join(sorted({str(dim) for dim in dims.values()}))}")
     others = 0
     if not torch.compiler.is_compiling():
@@ -76,7 +77,7 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
             for x, dim in tensors
         ]
         others = crc32(repr(looks).encode())
-    return rows.pop(), len(tensors), whole.pop(), others
+    return rows[0], len(tensors), whole[0], others
 
 
 def agree_on_length(

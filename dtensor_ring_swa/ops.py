@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtensor_ring_swa.autocast import without_autocast
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.kernels import Request, choose
 from dtensor_ring_swa.schedule import Geometry, Schedule
@@ -18,6 +19,7 @@ from dtensor_ring_swa.window import Window
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=())
+@without_autocast
 def attention(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
@@ -75,6 +77,7 @@ def attention(
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=())
+@without_autocast
 def attention_backward(
     dout_BSHE: torch.Tensor,
     q_BSHD: torch.Tensor,
@@ -148,7 +151,9 @@ def _(
     seq_len: int,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
+    # torch.compile(dynamic=True) makes these symbolic, too; a graph is for one window.
+    window = Window(int(left), int(right))
+    geometry = Geometry(window, int(sink_tokens), layout, load_balance, exchange, seq_len, group_name)
     return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
 
 

@@ -106,7 +106,7 @@ def check_dtensors(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | Proces
         raise ValueError(f"q, k and v lie on different meshes: {[x.device_mesh for x in (q, k, v)]}")
     how = sharding(q.device_mesh, q.placements, k.placements, v.placements)
     q_heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
-    ranks = math.prod(q.device_mesh.size(axis) for axis in how.head_axes)
+    ranks = math.prod([q.device_mesh.size(axis) for axis in how.head_axes])
     if q_heads % ranks or (kv_heads % ranks and not how.shared_kv):
         raise ValueError(
             f"{q_heads} query heads and {kv_heads} key/value heads do not divide over {ranks} ranks; with "
@@ -131,6 +131,18 @@ def shard_dim(placement: Placement) -> int | None:
     """The dim that a placement shards, if it does."""
     # Exactly Shard: a strided or ragged shard lays the rows out in another order.
     return placement.dim if type(placement) is Shard else None
+
+
+def place_of(x: DTensor) -> str:
+    """This rank's place on the mesh: its coordinates and its groups.
+
+    A traced graph holds the group and the heads of the rank that traced it, which the caches of
+    torch.compile cannot tell from the DTensors: they would serve it to a rank elsewhere on the mesh
+    (seen on torch 2.13). So while Dynamo traces, the op is called with the place in place of a group's
+    name. The rule does not read it, but the cache's key has it.
+    """
+    mesh = x.device_mesh
+    return f"{mesh.get_coordinate()} {[mesh.get_group(axis).group_name for axis in range(mesh.ndim)]}"
 
 
 def axis_name(mesh: DeviceMesh, axis: int) -> str | int:

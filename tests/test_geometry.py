@@ -28,8 +28,8 @@ ORDER = (
     "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
     "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.split_keys",
     "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
-    "rotate", "schedule", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention", "sequence",
-    "module", "inputs", "joint", "lengths", "hooks", "parallel", "plans", "",
+    "rotate", "schedule", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",
+    "sequence", "module", "inputs", "joint", "lengths", "hooks", "parallel", "plans", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")

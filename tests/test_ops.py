@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtensor_ring_swa import ring_attention, shard_sequence
+from dtensor_ring_swa import ring_attention
 from dtensor_ring_swa.ops import attention, attention_backward
 from dtensor_ring_swa.testing import RankPool
 
@@ -46,18 +46,6 @@ def test_opcheck(extra: bool) -> None:
     results = (x.detach() for x in attention(q, k, v, *more, *options))
     leaves = [x if x is None else x.detach() for x in (torch.randn_like(q), q, k, v, *more)]
     torch.library.opcheck(attention_backward, (*leaves, *results, *options))
-
-
-def run_opcheck_on_shards() -> None:
-    q, k, v = (x.detach()[:, :3].contiguous().requires_grad_() for x in inputs(2, 6, 4))
-    group = mesh_of((2,), ("cp",)).get_group().group_name
-    options = (2, 1, 1, 0.5, 0.0, "reference", False, "contiguous", "auto", "auto", 6, group)
-    torch.library.opcheck(attention, (q, k, v, None, None, *options), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_opcheck_with_an_exchange_inside(pools: Pools) -> None:
-    # The saved halo has one size on all ranks: edge ranks too match the fake, which knows no rank.
-    pools(2).run(run_opcheck_on_shards)
 
 
 def test_differentiating_twice_is_an_error_and_not_a_wrong_number() -> None:
@@ -135,42 +123,3 @@ def test_two_windows_and_head_counts_in_one_process() -> None:
         q, k, v, _ = case.inputs()
         difference = ring_attention(q, k, v, window=case.window) - expected(case)[0]
         assert difference.abs().max() < 1e-12
-
-
-def compiled(plain: bool) -> float:
-    """Largest difference between compiled and eager, in out and the gradients of a whole graph."""
-    mesh, case = mesh_of((2,), ("cp",)), Case(seq_len=12, window=(4, 1))
-    if plain:
-        tensors = [x.clone() for x in shard_sequence(mesh, *case.inputs()[:3])]
-    else:
-        tensors = [distribute_tensor(x, mesh, [Shard(1)]) for x in case.inputs()[:3]]
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_attention(q, k, v, window=case.window, mesh=mesh if plain else None)
-
-    results = []
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out = function(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
-    differences = [(x - y).abs().max() for x, y in zip(*results, strict=True)]
-    return max(float(x.full_tensor() if isinstance(x, DTensor) else x) for x in differences)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_compiles_into_one_graph(pools: Pools, plain: bool) -> None:
-    assert max(pools(2).run(compiled, plain)) < 1e-12
-
-
-def compile_uneven() -> str:
-    mesh = mesh_of((2,), ("cp",))
-    x = distribute_tensor(torch.randn(1, 7, 2, 4), mesh, [Shard(1)])
-    try:
-        torch.compile(ring_attention, fullgraph=True, backend="aot_eager")(x, x, x, window=(1, 0))
-    except Exception as problem:
-        return type(problem).__name__
-    return "accepted"
-
-
-def test_unequal_shards_are_refused_while_tracing(pools: Pools) -> None:
-    assert "accepted" not in pools(2).run(compile_uneven)

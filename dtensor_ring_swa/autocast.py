@@ -1,0 +1,43 @@
+"""torch.autocast: the inputs of attention are cast, the arithmetic inside is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def cast_input(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in autocast's dtype, as ``scaled_dot_product_attention`` takes it; ``x`` itself outside of autocast.
+
+    float64 stays. What is not a float tensor stays, for the checks to refuse.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_on(x.device) else x
+
+
+def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Turn autocast off inside ``op``, whose first argument is a tensor: kernels choose the precision of each step.
+
+    It may be on there in backward, too.
+    """
+
+    @wraps(op)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        first: Any = args[0]
+        if not _is_on(first.device):
+            return op(*args, **kwargs)
+        with torch.autocast(first.device.type, enabled=False):
+            return op(*args, **kwargs)
+
+    return run
+
+
+def _is_on(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
