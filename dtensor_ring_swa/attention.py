@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -145,63 +145,97 @@ def ring_attention(
 
     q, k, v = cast_input(q), cast_input(k), cast_input(v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
-    name = "" if group is None else group.group_name
+    options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
     error: Exception | None = None
-    facts: tuple[int, ...] = ()
-    documents: Documents | None = None
-    boundaries: torch.Tensor | None = None
-    compiling = torch.compiler.is_compiling()
+    checked = _Checked()
     try:
         window = Window.of(window)
         check_name(kernel)
         check_layout(layout, load_balance, exchange)
         check_sink_tokens(sink_tokens)
-        check_tensors(q, k, v)
-        refuse_forward_mode(q, k, v, sinks)
         check_options(softcap, scale)
-        how = None
-        if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-            # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
-            if mesh is not None or not compiling:
-                how = check_dtensors(q, k, v, mesh)
-            if compiling:
-                name = place_of(q)
-        if sinks is not None and (how is not None or not isinstance(q, DTensor)):
-            check_sinks(sinks, q, how)
-        if cu_seqlens is not None and not compiling:
-            documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
-            whole = group is None or dist.get_world_size(group) == 1
-            check_documents(documents, q.shape[0], q.shape[1] if whole else seq_len)
-        if cu_seqlens is not None and compiling:
-            # There are no values yet; the op checks them.
-            boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)
-            check_boundary_lists(boundaries, q.shape[0])
-        if group is None:
-            seq_len = check_length(q, seq_len)
-        elif not compiling:
-            facts = facts_of(
-                q, k, v, sinks, documents, window, sink_tokens, kernel, scale, softcap, deterministic, layout,
-                load_balance, exchange,
-            )  # fmt: skip
-        if compiling:
-            check_even_shards(q, 1 if group is None else dist.get_world_size(group), seq_len)
+        checked = _check_tensors(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
     except (ValueError, NotImplementedError) as problem:
-        if compiling:
+        if torch.compiler.is_compiling():
             # Shown first; the message of an exception comes last in Dynamo's report, after advice that misleads.
             torch._dynamo.graph_break(msg=str(problem))
         error = problem
-    if group is not None and seq_len is None and dist.get_world_size(group) > 1:
-        # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
-        seq_len = q.shape[1] * dist.get_world_size(group) if compiling else agree(group, FACTS, facts, error)
+    if group is not None and checked.seq_len is None and dist.get_world_size(group) > 1:
+        facts = () if error else facts_of(q, k, v, sinks, checked.documents, Window.of(window), sink_tokens, *options)
+        checked = checked._replace(seq_len=agree(group, FACTS, facts, error))
     if error is not None:
         raise error
-    if documents is not None:
-        check_documents(documents, q.shape[0], seq_len)
-        boundaries = documents.cu_seqlens
+    seq_len = q.shape[1] if checked.seq_len is None else checked.seq_len
+    if checked.documents is not None:
+        check_documents(checked.documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _ = attention(
-        q, k, v, sinks, boundaries, *window, sink_tokens, scale, softcap, kernel,
-        deterministic, layout, load_balance, exchange, q.shape[1] if seq_len is None else seq_len, name,
+        q, k, v, sinks, checked.boundaries, *Window.of(window), sink_tokens, scale, softcap, kernel, deterministic,
+        layout, load_balance, exchange, seq_len, checked.place,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+class _Checked(NamedTuple):
+    """What the tensors of a call say.
+
+    Attributes:
+        seq_len: Tokens of the whole sequence; None if the ranks have to compare their shards first.
+        documents: The packed documents, if any; None while torch.compile traces.
+        boundaries: Their boundaries, for the op.
+        place: The name of a plain shard's group; while tracing on DTensors, this rank's place on the mesh.
+    """
+
+    seq_len: int | None = None
+    documents: Documents | None = None
+    boundaries: torch.Tensor | None = None
+    place: str = ""
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: CuSeqlens | None,
+    mesh: DeviceMesh | ProcessGroup | None,
+    group: ProcessGroup | None,
+    seq_len: int | None,
+) -> _Checked:
+    """Check the tensors of a call, from what this rank sees alone.
+
+    Raises:
+        ValueError: If they do not fit together.
+        NotImplementedError: For forward-mode derivatives.
+    """
+    compiling = torch.compiler.is_compiling()
+    ranks = 1 if group is None else dist.get_world_size(group)
+    checked = _Checked(seq_len, place="" if group is None else group.group_name)
+    check_tensors(q, k, v)
+    refuse_forward_mode(q, k, v, sinks)
+    how = None
+    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
+        # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
+        if mesh is not None or not compiling:
+            how = check_dtensors(q, k, v, mesh)
+        if compiling:
+            checked = checked._replace(place=place_of(q))
+    if sinks is not None and (how is not None or not isinstance(q, DTensor)):
+        check_sinks(sinks, q, how)
+    if group is None:
+        checked = checked._replace(seq_len=check_length(q, seq_len))
+    if compiling:
+        check_even_shards(q, ranks, checked.seq_len)
+        # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
+        checked = checked._replace(seq_len=q.shape[1] * ranks if checked.seq_len is None else checked.seq_len)
+    if cu_seqlens is not None and compiling:
+        # There are no values yet; the op checks them.
+        boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)
+        check_boundary_lists(boundaries, q.shape[0])
+        return checked._replace(boundaries=boundaries)
+    if cu_seqlens is not None:
+        documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
+        check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len)
+        return checked._replace(documents=documents, boundaries=documents.cu_seqlens)
+    return checked
