@@ -157,3 +157,28 @@ def test_one_process_agrees_with_the_oracle() -> None:
     x.square().sum().backward()
     want, got = gradients(oracle), gradients(model)
     assert max(float((got[name] - each).abs().max()) for name, each in want.items()) < 1e-11
+
+
+def refused(sharded: bool, unwrapped: bool) -> str:
+    mesh = mesh_of((2, 2), ("cp", "tp"))
+    layer = cast(Layer, beside_tp(mesh, True, sharded).layers[0])
+    q, k, v = torch.ones(3, BATCH, SEQ_LEN // 2, 2, HEAD_DIM, dtype=torch.float64)
+    sinks = cast(DTensor, layer.sinks)
+    try:
+        layer.core(q, k, v, sinks=sinks.to_local() if unwrapped else sinks)
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("sharded", "unwrapped", "message"),
+    [
+        (True, False, "does not have; where q holds this rank's heads alone, pass theirs, [2]: sinks.to_local()"),
+        (False, True, "sinks must have a logit for each of the [2] query heads, got 4"),
+    ],
+    ids=["a DTensor beside local heads", "all heads beside local ones"],
+)  # fmt: skip
+def test_sinks_that_lie_otherwise_than_the_heads(pools: Pools, sharded: bool, unwrapped: bool, message: str) -> None:
+    for said in pools(4).run(refused, sharded, unwrapped):
+        assert message in said
