@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2
     torchrun --standalone --nproc-per-node 8 examples/train.py --dp 2 --cp 2 --tp 2 --save checkpoint
     torchrun --standalone --nproc-per-node 4 examples/train.py --cp 4 --resume checkpoint
+    torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2 --pack --sinks --global-every 2
 
 With a GPU for each process it uses NCCL and the GPU kernels, without any it uses gloo; the flags are
 the same. Text, batches and first weights do not depend on the mesh, so neither does the loss.
