@@ -126,23 +126,30 @@ def check_sinks(sinks_H: torch.Tensor, q: torch.Tensor, how: Sharding | None) ->
     if not isinstance(sinks_H, torch.Tensor) or sinks_H.ndim != 1 or not sinks_H.is_floating_point():
         found = f"{sinks_H.dtype} {list(sinks_H.shape)}" if isinstance(sinks_H, torch.Tensor) else repr(sinks_H)
         raise ValueError(f"sinks must be a float tensor [{q.shape[2]}], a logit a query head, got {found}")
-    heads, local_heads = {q.shape[2]}, q.shape[2]
-    if isinstance(q, DTensor) and how is not None:
-        local_heads = len(query_heads(q.device_mesh, how.head_axes, q.shape[2]))
-        heads = {q.shape[2]} if isinstance(sinks_H, DTensor) else {q.shape[2], local_heads}
+    # First where they lie: a DTensor counts the heads of all ranks, and q may be this rank's alone.
+    if isinstance(sinks_H, DTensor):
+        _check_placements(sinks_H, q, how)
+    heads = {q.shape[2]}
+    if isinstance(q, DTensor) and how is not None and not isinstance(sinks_H, DTensor):
+        heads.add(len(query_heads(q.device_mesh, how.head_axes, q.shape[2])))
     if sinks_H.shape[0] not in heads:
         raise ValueError(f"sinks must have a logit for each of the {sorted(heads)} query heads, got {sinks_H.shape[0]}")
     if sinks_H.device.type != q.device.type:
         raise ValueError(f"sinks and q must be on one device, got {sinks_H.device} and {q.device}")
-    if not isinstance(sinks_H, DTensor):
-        return
+
+
+def _check_placements(sinks_H: DTensor, q: torch.Tensor, how: Sharding | None) -> None:
+    """Raise ValueError unless sinks lie on axes of q's mesh, sharded with its heads or replicated."""
     if not isinstance(q, DTensor) or how is None:
         raise ValueError("sinks is a DTensor but q, k and v are plain; pass sinks.to_local(), this rank's copy")
     for axis, placement in enumerate(sinks_H.placements):
         where = axis_name(sinks_H.device_mesh, axis)
         known = sinks_H.device_mesh == q.device_mesh or where in (q.device_mesh.mesh_dim_names or ())
         if not known:
-            raise ValueError(f"sinks lie on mesh axis {where!r}, which q's mesh {q.device_mesh} does not have")
+            raise ValueError(
+                f"sinks lie on mesh axis {where!r}, which q's mesh {q.device_mesh} does not have; where q holds "
+                f"this rank's heads alone, pass theirs, [{q.shape[2]}]: sinks.to_local()"
+            )
         on_heads = axis_of(sinks_H.device_mesh, axis, q) in how.head_axes or sinks_H.device_mesh.size(axis) == 1
         if not (placement.is_replicate() or (shard_dim(placement) == 0 and on_heads)):
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtensor_ring_swa import RingAttention, Window
+from dtensor_ring_swa import Documents, RingAttention, Window
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class ModelConfig:
     """Sizes of the decoder.
 
     ``window`` counts visible tokens, the query's own included. Every ``global_every``-th layer sees all
-    earlier tokens instead; 0 is none.
+    earlier tokens instead; 0 is none. With ``sinks`` each layer learns a sink logit a query head.
     """
 
     vocabulary: int = 256
@@ -27,6 +27,7 @@ class ModelConfig:
     window: int = 128
     global_every: int = 0
     kernel: str = "auto"
+    sinks: bool = False
 
     def window_of(self, layer: int) -> Window:
         """What the queries of a layer see; layers count from 0."""
@@ -41,6 +42,18 @@ def rotate(x_BSHD: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+class Sinks(nn.Module):
+    """A learned logit for each query head, one term more in its softmax; a module, so that a plan can name it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(heads))
+
+    def forward(self) -> torch.Tensor:
+        """The logits ``[H]``."""
+        return self.logits
+
+
 class Attention(nn.Module):
     """Grouped-query attention. ``core`` is the part that sees other tokens, the one to name in a plan."""
 
@@ -51,13 +64,17 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.core = RingAttention(window, kernel=config.kernel)
+        self.sinks = Sinks(config.heads) if config.sinks else None
         self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
-        """Mix each token with those in its window."""
+    def forward(
+        self, x_BSC: torch.Tensor, angles_SD: torch.Tensor, *, documents: Documents | None = None
+    ) -> torch.Tensor:
+        """Mix each token with those in its window, of its own document."""
         # As many heads as the projections give: a tensor-parallel rank has only its own.
         q, k, v = (project(x_BSC).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
-        mixed_BSHD = self.core(rotate(q, angles_SD), rotate(k, angles_SD), v)
+        sinks_H = None if self.sinks is None else self.sinks()
+        mixed_BSHD = self.core(rotate(q, angles_SD), rotate(k, angles_SD), v, sinks=sinks_H, cu_seqlens=documents)
         return self.out(mixed_BSHD.flatten(2))
 
 
@@ -85,9 +102,11 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim)
         self.feed_forward = FeedForward(config.dim)
 
-    def forward(self, x_BSC: torch.Tensor, angles_SD: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_BSC: torch.Tensor, angles_SD: torch.Tensor, *, documents: Documents | None = None
+    ) -> torch.Tensor:
         """One block of the decoder."""
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), angles_SD)
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), angles_SD, documents=documents)
         return x_BSC + self.feed_forward(self.feed_forward_norm(x_BSC))
 
 
@@ -97,16 +116,23 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
+        self.has_sinks = config.sinks
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList(Layer(config, config.window_of(layer)) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
-    def forward(self, tokens_BS: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, S, 256]`` of tokens ``[B, S]`` at these global positions ``[S]``."""
+    def forward(
+        self, tokens_BS: torch.Tensor, positions_S: torch.Tensor, documents: Documents | None = None
+    ) -> torch.Tensor:
+        """Logits ``[B, S, 256]`` of tokens ``[B, S]`` at these global positions ``[S]``.
+
+        Positions are those in the sequence, in packed documents too: rotary scores depend on distances alone, and
+        none is taken across a boundary. So one row of positions serves all sequences, whatever their documents.
+        """
         frequencies = 10000.0 ** -torch.arange(0, 1, 2 / self.head_dim, dtype=torch.float64, device=tokens_BS.device)
         angles_SD = positions_S[:, None] * frequencies
         x_BSC = self.embedding(tokens_BS)
         for layer in self.layers:
-            x_BSC = layer(x_BSC, angles_SD)
+            x_BSC = layer(x_BSC, angles_SD, documents=documents)
         return self.head(self.norm(x_BSC))

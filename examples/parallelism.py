@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,9 +20,25 @@ from dtensor_ring_swa import ContextParallel, apply_context_parallel
 from model import Decoder
 
 
-def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+class HeadParallel(ParallelStyle):
+    """Split a module's parameters over the heads, dim 0; its forward then returns those of this rank's heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, whole in part.named_parameters(recurse=False):
+                part.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+
+        def local(_: nn.Module, heads: DTensor, __: DeviceMesh) -> torch.Tensor:
+            return heads.to_local()
+
+        return distribute_module(module, device_mesh, split, output_fn=local)  # pyright: ignore
+
+
+def tensor_parallel_plan(sinks: bool = False) -> dict[str, ParallelStyle]:
     """Heads and hidden features over the ranks of ``tp``; between the layers each holds a part of its tokens."""
-    return {
+    # As DTensors the sinks have the mesh of all other parameters, which clipping of the gradients needs.
+    heads: dict[str, ParallelStyle] = {"layers.*.attention.sinks": HeadParallel()} if sinks else {}
+    return heads | {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
         "layers.*.attention": PrepareModuleInput(
@@ -50,7 +67,7 @@ def parallelize(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, seq_len: i
     """
     plan: dict[str, ParallelStyle] = {"layers.*.attention.core": ContextParallel(seq_len=seq_len)}
     if mesh["tp"].size() > 1:
-        plan |= tensor_parallel_plan()
+        plan |= tensor_parallel_plan(model.has_sinks)
     apply_context_parallel(model, mesh["cp", "tp"], plan)
     # FSDP shards over both: the ranks of one sequence hold different tokens, like those of one batch.
     everyone = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")

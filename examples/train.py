@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2
     torchrun --standalone --nproc-per-node 8 examples/train.py --dp 2 --cp 2 --tp 2 --save checkpoint
     torchrun --standalone --nproc-per-node 4 examples/train.py --cp 4 --resume checkpoint
+    torchrun --standalone --nproc-per-node 4 examples/train.py --dp 2 --cp 2 --pack --sinks --global-every 2
 
 With a GPU for each process it uses NCCL and the GPU kernels, without any it uses gloo; the flags are
 the same. Text, batches and first weights do not depend on the mesh, so neither does the loss.
@@ -25,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from dtensor_ring_swa import next_token_labels, positions, shard_sequence, token_mean
+from dtensor_ring_swa import Documents, next_token_labels, positions, shard_sequence, token_mean
 from dtensor_ring_swa.kernels import KERNELS
 
 from checkpoint import resume, save
-from data import batch_of, entropy, read_text
+from data import Packed, batch_of, entropy, pack, packed_batch_of, read_text
 from model import Decoder, ModelConfig
 from parallelism import parallelize
 
@@ -50,6 +51,10 @@ def arguments(line: Sequence[str] | None = None, world: int | None = None) -> ar
     parser.add_argument(
         "--global-every", type=int, default=0, help="every Nth layer sees all earlier tokens; 0, the default, is none"
     )
+    parser.add_argument("--sinks", action="store_true", help="learn a sink logit for each query head of each layer")
+    parser.add_argument(
+        "--pack", action="store_true", help="pack files into the sequences as documents that do not see each other"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
@@ -59,7 +64,9 @@ def arguments(line: Sequence[str] | None = None, world: int | None = None) -> ar
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--max-norm", type=float, default=1.0, help="clip the global gradient norm to this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", help="a file or folder to train on instead of Python's standard library")
+    parser.add_argument(
+        "--text", help="a file or folder to train on instead of Python's standard library; with --pack this repository"
+    )
     parser.add_argument("--metrics", help="write a JSON line a step here")
     parser.add_argument("--save", help="write a checkpoint into this folder at the end")
     parser.add_argument("--resume", help="go on from the checkpoint in this folder, whatever mesh wrote it")
@@ -109,31 +116,55 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> D
     """The same model on every mesh of the axes dp_shard, cp and tp."""
     torch.manual_seed(args.seed)
     config = ModelConfig(
-        VOCABULARY, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel
-    )
+        VOCABULARY, args.layers, args.dim, args.heads, args.kv_heads, args.window, args.global_every, args.kernel,
+        args.sinks,
+    )  # fmt: skip
     dtype = DTYPES[args.dtype]
     # Draw the weights on CPU in float32, so that they do not depend on device or dtype.
     model = Decoder(config).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     return parallelize(model, mesh, dtype, args.seq_len)
 
 
-def train(args: argparse.Namespace, text: torch.Tensor, device: torch.device) -> Iterator[dict[str, float]]:
+def read(args: argparse.Namespace) -> torch.Tensor | Packed:
+    """The text, long enough for a sequence; with ``--pack`` with the ends of its documents."""
+    text = pack(args.text, args.seed) if args.pack else read_text(args.text)
+    if isinstance(text, Packed):
+        packed_batch_of(text, 1, args.seq_len, 0)
+    else:
+        batch_of(text, 1, args.seq_len, 0, 0)
+    return text
+
+
+def loss_of(
+    args: argparse.Namespace, model: Decoder, mesh: DeviceMesh, text: torch.Tensor | Packed, step: int
+) -> torch.Tensor:
+    """The mean loss over all tokens of a step's batch, on every rank. Collective."""
+    mine = slice(*(args.batch // args.dp * (mesh.get_local_rank("dp_shard") + end) for end in (0, 1)))
+    documents = None
+    if isinstance(text, Packed):
+        whole, boundaries = packed_batch_of(text, args.batch, args.seq_len, step)
+        documents = Documents(boundaries[mine], mesh["cp"])  # once a step, for all layers
+    else:
+        whole = batch_of(text, args.batch, args.seq_len, args.seed, step)
+    whole = whole[mine].to(mesh.device_type)
+    # Shift before sharding: a shard does not hold the label of its last token.
+    tokens, labels = shard_sequence(mesh["cp"], whole, next_token_labels(whole, documents))
+    position = positions(mesh["cp"], args.seq_len, device=whole.device)
+    logits = model(tokens, position, documents=documents).flatten(0, 1)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    summed = F.cross_entropy(logits.to(exact), labels.flatten(), reduction="sum")
+    return token_mean(summed, (labels >= 0).sum(), mesh["dp_shard", "cp"])
+
+
+def train(args: argparse.Namespace, text: torch.Tensor | Packed, device: torch.device) -> Iterator[dict[str, float]]:
     """Train, and yield the metrics of each step."""
     mesh = init_device_mesh(device.type, (args.dp, args.cp, args.tp), mesh_dim_names=("dp_shard", "cp", "tp"))
     model = build(args, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     first = resume(args.resume, model, optimizer) if args.resume else 0
-    position = positions(mesh["cp"], args.seq_len, device=device)
-    mine = slice(*(args.batch // args.dp * (mesh.get_local_rank("dp_shard") + end) for end in (0, 1)))
     for step in range(first, first + args.steps):
         began = time.perf_counter()
-        whole = batch_of(text, args.batch, args.seq_len, args.seed, step)[mine].to(device)
-        # Shift before sharding: a shard does not hold the label of its last token.
-        tokens, labels = shard_sequence(mesh["cp"], whole, next_token_labels(whole))
-        logits = model(tokens, position).flatten(0, 1)
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        summed = F.cross_entropy(logits.to(exact), labels.flatten(), reduction="sum")
-        loss = token_mean(summed, (labels >= 0).sum(), mesh["dp_shard", "cp"])
+        loss = loss_of(args, model, mesh, text, step)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -150,8 +181,7 @@ def main() -> None:
     """Train; rank 0 shows the progress and writes the metrics."""
     args = arguments()
     try:
-        text = read_text(args.text)
-        batch_of(text, 1, args.seq_len, 0, 0)
+        text = read(args)
         if args.metrics:
             Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as problem:
@@ -169,7 +199,8 @@ def main() -> None:
             bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{metrics['tokens_per_s']:.0f}")
             bar.update()
     if rank == 0:
-        print(f"loss {loss:.4f} nats a byte after {args.steps} steps; the bytes' own entropy is {entropy(text):.4f}")
+        its = text.text if isinstance(text, Packed) else text
+        print(f"loss {loss:.4f} nats a byte after {args.steps} steps; the bytes' own entropy is {entropy(its):.4f}")
     dist.destroy_process_group()
 
 
