@@ -86,6 +86,9 @@ def check(pools: Pools, case: Case) -> None:
 @example(case=Case(seq_len=12, batch=2, mesh=(2,), window=(3, 0), cu_seqlens=((0, 5, 12), (0, 12, 12)), plain=True))
 @example(case=Case(seq_len=12, batch=2, mesh=(2, 2), axes=("dp", "cp"), window=(3, 0), sinks="dtensor",
                    cu_seqlens=((0, 5, 12), (0, 12, 12))))  # fmt: skip
+# A rank of dp that gets no batch row.
+@example(case=Case(seq_len=4, batch=1, mesh=(2,), axes=("dp",), cu_seqlens=((0, 1, 4),), sinks="plain"))
+@example(case=Case(seq_len=8, batch=1, mesh=(2, 2), axes=("dp", "cp"), cu_seqlens=((0, 5, 8),), sinks="dtensor"))
 # One document of one key: its query sees a sink and itself.
 @example(case=Case(seq_len=3, mesh=(2,), window=(0, 0), cu_seqlens=(0, 1, 3), sink_tokens=1, sinks="plain"))
 @example(case=Case(seq_len=24, mesh=(4,), window=(2, 1), sink_tokens=9))
