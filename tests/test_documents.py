@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -260,3 +261,11 @@ def test_a_row_that_sees_no_key_has_the_sink() -> None:
     assert torch.allclose(out, want) and torch.allclose(lse, want_lse)
     (grad,) = torch.autograd.grad(out.sum(), none)
     assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("entry", [int, np.int64, torch.tensor])
+def test_boundaries_of_any_kind_of_integers(entry: Callable[[int], object]) -> None:
+    q = torch.randn(2, 8, 2, 4, dtype=torch.float64)
+    want = ring_attention(q, q, q, cu_seqlens=torch.tensor([0, 3, 8]))
+    for edges in ([entry(x) for x in (0, 3, 8)], [[entry(0), entry(3), entry(8)]] * 2):
+        assert torch.equal(want, ring_attention(q, q, q, cu_seqlens=edges))  # type: ignore[arg-type]
