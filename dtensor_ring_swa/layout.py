@@ -66,6 +66,6 @@ def runs(layout: str, seq_len: int, ranks: int, rank: int) -> tuple[Run, ...]:
             f"layout={layout!r} on {ranks} ranks needs a multiple of {parts} tokens, got {seq_len}; pad the sequence"
         )
     if layout == "striped":
-        return (Run(rank, seq_len, ranks),)
+        return (Run(min(rank, seq_len), seq_len, ranks),)
     width = seq_len // parts
     return tuple(Run(part * width, (part + 1) * width) for part in (rank, parts - 1 - rank))
