@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal, overload
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import Run, runs
 
 IGNORE_INDEX = -100
+# The first is checked against torch.chunk's sizes; all others must be equal on every rank.
+_FACTS = ("the length of a shard", "how many tensors to gather", "the dtype, the device, or sizes of other dims")
 
 
 @overload
@@ -96,17 +99,23 @@ def gather_sequence(
         One whole tensor, or a tuple of them.
 
     Raises:
-        ValueError: If the shards' lengths are not ``torch.chunk``'s, on every rank.
+        ValueError: If the shards' lengths are not ``torch.chunk``'s, the ranks' tensors do not fit together,
+            or ``dim`` is not one of theirs; on every rank.
     """
-    check_layout(layout)
     group = group_of(mesh)
+    try:
+        check_layout(layout)
+        if not tensors or not all(isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim for x in tensors):
+            given = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in tensors]
+            raise ValueError(f"gather_sequence needs tensors with a dim {dim}, got {given}")
+    except ValueError as problem:
+        agree(group, _FACTS, (), problem)
     axis = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(mesh, tensors[0].device.type)
     wholes = []
     for x in tensors:
         shape = list(x.shape)
-        names = ("the length of a shard", *(f"the size of dim {d}" for d in range(x.ndim) if d != dim % x.ndim))
-        sizes = (x.shape[dim], *(size for d, size in enumerate(x.shape) if d != dim % x.ndim))
-        shape[dim] = agree(group, names, sizes)
+        others = repr((x.dtype, x.device.type, dim % x.ndim, [*shape[: dim % x.ndim], 0, *shape[dim % x.ndim + 1 :]]))
+        shape[dim] = agree(group, _FACTS, (x.shape[dim], len(tensors), crc32(others.encode())))
         dealt = wrap_shard(x, axis, dim, shape).full_tensor()
         if layout != "contiguous":
             ranks = dist.get_world_size(group)

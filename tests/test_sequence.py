@@ -79,6 +79,15 @@ def test_positions_are_global(pools: Pools, ranks: int, kind: str) -> None:
         assert {x.dtype for x in parts} == {torch.int64}
 
 
+def positions_of_nothing(layout: str) -> torch.Tensor:
+    return positions(cp_mesh(), 0, layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_positions_of_an_empty_sequence(pools: Pools, layout: str) -> None:
+    assert [len(x) for x in pools(3).run(positions_of_nothing, layout)] == [0, 0, 0]
+
+
 def test_positions_without_a_mesh_are_all() -> None:
     assert positions(None, 5).tolist() == [0, 1, 2, 3, 4]
 
@@ -135,6 +144,22 @@ def gather_ones(rows: tuple[int, ...]) -> str:
 def test_gather_of_other_shards_raises_on_every_rank(pools: Pools, rows: tuple[int, ...]) -> None:
     for said in pools(2).run(gather_ones, rows):
         assert said.startswith("ValueError") and str(list(rows)) in said and "shard_sequence" in said
+
+
+def gather_odd(what: str) -> str:
+    x: Any = torch.ones(2, 3)
+    tensors: dict[str, list[Any]] = {"dims": [x[0]], "dtype": [x.double()], "size": [x[:1]], "more": [x, x],
+                                     "none": [], "list": [[1]], "dim": [torch.tensor(1.0)]}  # fmt: skip
+    if dist.get_rank() != 1:
+        return refusal(gather_sequence, cp_mesh(), x, dim=-1)
+    layout = "spiral" if what == "layout" else "contiguous"
+    return refusal(gather_sequence, cp_mesh(), *tensors.get(what, [x]), dim=-1, layout=layout)
+
+
+@pytest.mark.parametrize("what", ["dims", "dtype", "size", "more", "none", "list", "dim", "layout"])
+def test_gather_of_one_ranks_odd_tensors_raises_on_every_rank(pools: Pools, what: str) -> None:
+    for said in pools(2).run(gather_odd, what):
+        assert said.startswith("ValueError") and "timed out" not in said
 
 
 # Errors
