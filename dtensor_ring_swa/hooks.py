@@ -57,13 +57,13 @@ class Hooks:
         call = Call(self.parameters, args, kwargs)
         dims: dict[Key, int] = {}
         facts: tuple[int, ...] = ()
-        problem: ValueError | None = None
+        problem: Exception | None = None
         try:
             dims = sequence_dims(call, self.inputs, self.seq_dim)
             self._form = Form.of([call.get(key) for key in dims], self.mesh, self.axis)
             facts = facts_of(call, dims, self._form)
             self._check_positions(call)
-        except ValueError as error:
+        except Exception as error:  # of any kind: the peers of a rank that raised alone would wait for it
             problem = error
         try:
             seq_len = agree_on_length(self.context, self.layout, self.seq_len, facts, problem)

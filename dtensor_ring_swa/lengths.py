@@ -17,7 +17,7 @@ from dtensor_ring_swa.layout import runs
 # The first is checked against the layout's shards; all others must be equal on every rank.
 FACTS = (
     "the length of a shard", "how many inputs carry the sequence", "the length of the whole DTensors",
-    "dtypes, need of gradients, sizes of other dims, or placements of the inputs",
+    "dtypes, kinds of device, need of gradients, sizes of other dims, or placements of the inputs",
 )  # fmt: skip
 
 _ADVICE = "ContextParallel(inputs=...) says which inputs carry the sequence, and on which dim"
@@ -73,15 +73,16 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
     others = 0
     if not torch.compiler.is_compiling():
         looks = [
-            (str(x.dtype), x.requires_grad, x.shape[:dim], x.shape[dim + 1 :], getattr(x, "placements", None))
+            (str(x.dtype), x.device.type, str(x.layout), x.requires_grad, x.shape[:dim], x.shape[dim + 1 :],
+             getattr(x, "placements", None))
             for x, dim in tensors
-        ]
+        ]  # fmt: skip
         others = crc32(repr(looks).encode())
     return rows[0], len(tensors), whole[0], others
 
 
 def agree_on_length(
-    context: DeviceMesh, layout: str, seq_len: int | None, facts: tuple[int, ...], problem: ValueError | None
+    context: DeviceMesh, layout: str, seq_len: int | None, facts: tuple[int, ...], problem: Exception | None
 ) -> int:
     """Tokens of the whole sequence, if the inputs of all ranks fit together.
 

@@ -375,6 +375,7 @@ ROWS = torch.ones(1, 2)
     [
         ((ROWS, ROWS), ContextParallel(), "disagree on how many inputs", "disagree on how many inputs"),
         ((ROWS.double(),), ContextParallel(), "disagree on dtypes", "disagree on dtypes"),
+        ((ROWS.to("meta"),), ContextParallel(), "kinds of device", "kinds of device"),
         ((torch.ones(3, 2),), ContextParallel(), "sizes of other dims", "sizes of other dims"),
         ((ROWS.clone().requires_grad_(),), ContextParallel(), "need of gradients", "need of gradients"),
         ((torch.ones(1, 2, dtype=torch.long),), ContextParallel(), "no tensor to shard on the sequence", "refused"),
@@ -393,6 +394,21 @@ def test_one_ranks_wrong_inputs_raise_on_every_rank(
     good, bad = pools(2).run(said_to, [right, inputs], style)
     assert own in bad and bad.startswith("Gives got ")
     assert peers in good and good.startswith("Gives got 0: [1, 2]")
+
+
+def nested_on_rank_1() -> str:
+    core = parallelize_module(Gives(lambda *x: x), cp_mesh(), ContextParallel())
+    try:
+        core(torch.nested.nested_tensor([torch.ones(2)]) if dist.get_rank() == 1 else ROWS)
+    except (ValueError, RuntimeError) as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "accepted"
+
+
+def test_an_error_of_any_kind_on_one_rank_raises_on_every_rank(pools: Pools) -> None:
+    good, bad = pools(2).run(nested_on_rank_1)
+    assert bad.startswith("RuntimeError") and "size" in bad
+    assert "rank 1 of the context-parallel group refused" in good
 
 
 def test_a_length_that_the_layout_cannot_deal_raises_on_every_rank(pools: Pools) -> None:
