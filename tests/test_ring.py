@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -232,6 +233,20 @@ def balanced_and_not() -> float:
     return max(
         float((a - b).detach().abs().max()) for other in results[1:] for a, b in zip(results[0], other, strict=True)
     )
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_bfloat16_error_of_the_ring_does_not_grow_with_ranks(
+    pools: Pools, layout: str, window: tuple[int, int]
+) -> None:
+    shapes = Case(seq_len=256, q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window, dtype=torch.bfloat16)
+    (alone,) = pools(1).run(errors, replace(shapes, mesh=(1,)))
+    eight = pools(8).run(errors, replace(shapes, mesh=(8,), layout=layout, exchange="ring"))[0]
+    for name, error in alone.items():
+        # lse is float32 on any number of ranks, and its last bits are not bfloat16's errors.
+        assert eight[name] <= max(1.1 * error, 1e-6), f"{name}: {eight[name]} on 8 ranks, {error} on one"
+    assert 1e-4 < max(alone.values()) < 1e-2
 
 
 def test_balanced_runs_equal_unbalanced_ones(pools: Pools) -> None:
