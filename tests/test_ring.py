@@ -217,6 +217,19 @@ def largest_growth(chunk: int) -> int:
     return max(event.cpu_memory_usage for event in profile.events() or [])
 
 
+def test_bytes_of_a_limited_window_do_not_change_with_ranks(pools: Pools) -> None:
+    # Shards of 4 tokens, a window of two and a half of them.
+    received = {}
+    for ranks in (4, 8):
+        case = Case(mesh=(ranks,), window=(10, 0), seq_len=4 * ranks, batch=2)
+        found = pools(ranks).run(bytes_received, case)
+        assert all(sent == planned for sent, planned in found)
+        received[ranks] = found[-1][0]
+        for rank, error in enumerate(pools(ranks).run(errors, case)):
+            assert max(error.values()) < TOLERANCE, f"rank {rank}: {error}"
+    assert received[4] == received[8] > 0
+
+
 def test_memory_does_not_grow_with_ranks(pools: Pools) -> None:
     # With three ranks the halo is still the smaller; from four on the ring holds two shards at a time.
     four, six = (max(pools(ranks).run(largest_growth, 256)) for ranks in (4, 6))
