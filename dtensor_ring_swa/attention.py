@@ -147,7 +147,7 @@ def ring_attention(
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
     error: Exception | None = None
-    checked = _Checked()
+    checked = _Checked(seq_len)
     try:
         window = Window.of(window)
         check_name(kernel)
