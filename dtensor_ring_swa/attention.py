@@ -156,7 +156,7 @@ def ring_attention(
         check_sink_tokens(sink_tokens)
         check_options(softcap, scale)
         checked = _check_tensors(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
-    except (ValueError, NotImplementedError) as problem:
+    except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         if torch.compiler.is_compiling():
             # Shown first; the message of an exception comes last in Dynamo's report, after advice that misleads.
             torch._dynamo.graph_break(msg=str(problem))

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring_swa.choice import EXCHANGES
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.layout import LAYOUTS
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.window import MOST_TOKENS, Window
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
 FACTS = (
     "the length of q", "the batch size", "the number of query heads", "the number of key/value heads",
-    "the head dim of q and k", "the head dim of v", "the dtype", "the window's left", "the window's right",
-    "whether a gradient is needed", "sink_tokens", "whether there are sinks", "cu_seqlens",
+    "the head dim of q and k", "the head dim of v", "the dtype", "the kind of device", "the window's left",
+    "the window's right", "whether a gradient is needed", "sink_tokens", "whether there are sinks", "cu_seqlens",
     "kernel, scale, softcap, deterministic, layout, load_balance or exchange",
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ def facts_of(
     batch, rows, heads, head_dim = q_BSHD.shape
     return (
         rows, batch, heads, k_BSGD.shape[2], head_dim, v_BSGE.shape[3], crc32(str(q_BSHD.dtype).encode()),
-        *window, int(needs_grad), sink_tokens, int(sinks_H is not None),
+        crc32(q_BSHD.device.type.encode()), *window, int(needs_grad), sink_tokens, int(sinks_H is not None),
         0 if documents is None else documents.fingerprint, crc32(repr(options).encode()),
     )  # fmt: skip
 
@@ -65,6 +65,8 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
             )
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {x.layout}; pass {name}.to_dense()")
     for what in ("dtype", "device"):
         values = {name: getattr(x, what) for name, x in tensors.items()}
         if len(set(values.values())) > 1:
@@ -161,6 +163,8 @@ def check_sink_tokens(sink_tokens: int) -> None:
     """Raise ValueError unless it is a number of tokens."""
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
+    if sink_tokens > MOST_TOKENS:
+        raise ValueError(f"sink_tokens must be at most {MOST_TOKENS}, got {sink_tokens}")
 
 
 def check_boundary_lists(cu_seqlens: torch.Tensor, batch: int) -> None:

@@ -133,7 +133,10 @@ def attention_backward(
                 dsinks,
             )
         )
-    dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
+    if grads:
+        dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
+    else:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSHD, k_BSGD, v_BSGE))
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)
 
 
@@ -186,7 +189,13 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sequences(geometry: Geometry, cu_seqlens: torch.Tensor | None, batch: int) -> list[tuple[slice, Schedule]]:
-    """Schedules and the batch rows that follow each: all of them, or where rows have own documents, one."""
+    """Schedules and the batch rows that follow each: all of them, or where rows have own documents, one.
+
+    A rank without batch rows, as an uneven split over data parallelism leaves, has nothing to do: its peers in the
+    sequence hold the same rows.
+    """
+    if not batch:
+        return []
     if cu_seqlens is None or cu_seqlens.ndim == 1:
         return [(slice(0, batch), Schedule(geometry, None if cu_seqlens is None else tuple(cu_seqlens.tolist())))]
     return [

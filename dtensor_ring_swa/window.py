@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 UNLIMITED = -1
+# The ops take 64-bit integers.
+MOST_TOKENS = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Window:
                 )
             if value < UNLIMITED:
                 raise ValueError(f"window {side} must be >= 0 tokens, or -1 (or None) for unlimited, got {value}")
+            if value > MOST_TOKENS:
+                raise ValueError(f"window {side} must be at most {MOST_TOKENS}, got {value}; use -1 for unlimited")
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.left, self.right))

@@ -179,7 +179,7 @@ def errors(case: Case) -> dict[str, float]:
     if case.plain:
         want = [shard_sequence(mesh, x, dim=dim, layout=case.layout) for x, dim in zip(want, dims, strict=True)]
     elif case.layout != "contiguous":
-        at = torch.tensor(order(case), device=case.device)
+        at = torch.tensor(order(case), dtype=torch.long, device=case.device)
         want = [x.index_select(dim, at) for x, dim in zip(want, dims, strict=True)]
     result = {}
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")[: len(got)]

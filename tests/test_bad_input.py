@@ -53,6 +53,8 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"window": 4}, r"Window.tokens\(n\)"),
         ({"window": (1, 2, 3)}, "pair"),
         ({"window": (1.5, 0)}, r"integer number of tokens, got 1\.5"),
+        ({"window": (2**63, 0)}, "window left must be at most"),
+        ({"kernel": []}, r"unknown kernel \[\]"),
         ({"kernel": "cudnn"}, "unknown kernel 'cudnn'; choose 'auto'"),
         ({"softcap": -1.0}, r"softcap .*got -1\.0"),
         ({"softcap": float("nan")}, "softcap"),
@@ -63,6 +65,7 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"layout": "striped", "load_balance": "zigzag"}, "re-deals contiguous shards"),
         ({"exchange": "broadcast"}, "exchange must be"),
         ({"sink_tokens": -1}, r"sink_tokens must be a number of tokens >= 0, got -1"),
+        ({"sink_tokens": 2**63}, "sink_tokens must be at most"),
         ({"sink_tokens": 1.0}, r"sink_tokens .* got 1\.0"),
         ({"sink_tokens": True}, r"sink_tokens .* got True"),
         ({"sinks": torch.zeros(3)}, r"logit for each of the \[2\] query heads, got 3"),
@@ -78,6 +81,9 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"cu_seqlens": [0, 3]}, r"end at the 4 tokens .* got cu_seqlens\[-1\] = 3; make padding"),
         ({"cu_seqlens": torch.tensor([[0, 4], [0, 4]])}, r"got \[2, 2\] for 1 rows"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, r"must be int32 or int64 .* got torch\.float32 \[2\]"),
+        ({"cu_seqlens": "0, 4"}, r"must be int32 or int64 .* got '0, 4'"),
+        ({"cu_seqlens": [0, None, 4]}, r"must be int32 or int64 .* got \[0, None, 4\]"),
+        ({"cu_seqlens": [0, [4]]}, r"must be int32 or int64"),
         ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
         ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
     ],
@@ -97,6 +103,8 @@ def test_dtypes_and_kinds() -> None:
     tensors = qkv()
     with pytest.raises(ValueError, match=r"q must be float64, .* got torch\.int64"):
         ring_attention(**{name: x.long() for name, x in tensors.items()})
+    with pytest.raises(ValueError, match=r"q must be a dense tensor, got torch\.sparse_coo"):
+        ring_attention(tensors["q"].to_sparse(), tensors["k"], tensors["v"])
     with pytest.raises(ValueError, match="same dtype"):
         ring_attention(tensors["q"].double(), tensors["k"], tensors["v"])
     with pytest.raises(ValueError, match="v must be a tensor or DTensor, got NoneType"):
@@ -231,6 +239,12 @@ def bad_shards(what: str) -> str:
         arguments["window"] = (3 + rank // 3, 0)
     if what == "dtype" and rank == 3:
         tensors = {name: x.double() for name, x in tensors.items()}
+    if what == "device" and rank == 1:
+        tensors = {name: x.to("meta") for name, x in tensors.items()}
+    if what == "not boundaries" and rank == 1:
+        arguments["cu_seqlens"] = object()
+    if what == "error of another kind" and rank == 1:
+        arguments["cu_seqlens"] = torch.tensor([0, 16]).to_sparse()
     if what == "gradient":
         tensors["q"].requires_grad_(rank == 0)
     if what == "kernel" and rank == 0:
@@ -253,7 +267,7 @@ def bad_shards(what: str) -> str:
         arguments["cu_seqlens"] = torch.tensor([0, 6, 16 + rank // 3])
     if what == "2-D":
         arguments["mesh"] = mesh_of((2, 2), ("dp", "cp"))
-    return raises(ValueError, **tensors, **arguments)
+    return raises(Exception, **tensors, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +277,9 @@ def bad_shards(what: str) -> str:
         ("one rank", 2, "same length", "rank 2 of the context-parallel group refused"),
         ("window", 0, "disagree on the window's left: [3, 3, 3, 4]", "disagree on the window's left"),
         ("dtype", 0, "disagree on the dtype", "disagree on the dtype"),
+        ("device", 0, "disagree on the kind of device", "disagree on the kind of device"),
+        ("not boundaries", 1, "must be int32 or int64", "rank 1 of the context-parallel group refused"),
+        ("error of another kind", 1, "storage", "rank 1 of the context-parallel group refused"),
         ("gradient", 0, "disagree on whether a gradient is needed", "disagree on whether a gradient is needed"),
         ("kernel", 0, "unknown kernel 'nonsense'", "rank 0 of the context-parallel group refused"),
         ("sink_tokens", 0, "disagree on sink_tokens: [0, 0, 0, 1]", "disagree on sink_tokens"),

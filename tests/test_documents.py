@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +87,9 @@ def check(pools: Pools, case: Case) -> None:
 @example(case=Case(seq_len=12, batch=2, mesh=(2,), window=(3, 0), cu_seqlens=((0, 5, 12), (0, 12, 12)), plain=True))
 @example(case=Case(seq_len=12, batch=2, mesh=(2, 2), axes=("dp", "cp"), window=(3, 0), sinks="dtensor",
                    cu_seqlens=((0, 5, 12), (0, 12, 12))))  # fmt: skip
+# A rank of dp that gets no batch row.
+@example(case=Case(seq_len=4, batch=1, mesh=(2,), axes=("dp",), cu_seqlens=((0, 1, 4),), sinks="plain"))
+@example(case=Case(seq_len=8, batch=1, mesh=(2, 2), axes=("dp", "cp"), cu_seqlens=((0, 5, 8),), sinks="dtensor"))
 # One document of one key: its query sees a sink and itself.
 @example(case=Case(seq_len=3, mesh=(2,), window=(0, 0), cu_seqlens=(0, 1, 3), sink_tokens=1, sinks="plain"))
 @example(case=Case(seq_len=24, mesh=(4,), window=(2, 1), sink_tokens=9))
@@ -257,3 +261,11 @@ def test_a_row_that_sees_no_key_has_the_sink() -> None:
     assert torch.allclose(out, want) and torch.allclose(lse, want_lse)
     (grad,) = torch.autograd.grad(out.sum(), none)
     assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("entry", [int, np.int64, torch.tensor])
+def test_boundaries_of_any_kind_of_integers(entry: Callable[[int], object]) -> None:
+    q = torch.randn(2, 8, 2, 4, dtype=torch.float64)
+    want = ring_attention(q, q, q, cu_seqlens=torch.tensor([0, 3, 8]))
+    for edges in ([entry(x) for x in (0, 3, 8)], [[entry(0), entry(3), entry(8)]] * 2):
+        assert torch.equal(want, ring_attention(q, q, q, cu_seqlens=edges))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ __all__ = ["KERNELS", "Kernel", "Request", "check_name", "choose"]
 
 def check_name(name: str) -> None:
     """Raise ValueError unless ``name`` is a kernel's or ``"auto"``."""
-    if name != "auto" and name not in KERNELS:
+    if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"unknown kernel {name!r}; choose 'auto' or one of {sorted(KERNELS)}")
 
 
