@@ -3,9 +3,8 @@
 from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.documents import Documents, documents_from_eos, documents_from_position_ids
 from dtensor_ring_swa.module import RingAttention
-from dtensor_ring_swa.parallel import ContextParallel
+from dtensor_ring_swa.parallel import ContextParallel, apply_context_parallel
 from dtensor_ring_swa.plan import Plan, make_plan
-from dtensor_ring_swa.plans import apply_context_parallel
 from dtensor_ring_swa.sequence import (
     gather_sequence,
     next_token_labels,

@@ -30,6 +30,7 @@ from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
+from dtensor_ring_swa.ops import Names
 from dtensor_ring_swa.sharding import check_dtensors, place_of
 from dtensor_ring_swa.window import Window
 
@@ -147,7 +148,7 @@ def ring_attention(
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
     error: Exception | None = None
-    checked = _Checked()
+    checked = _Checked(seq_len)
     try:
         window = Window.of(window)
         check_name(kernel)
@@ -170,9 +171,10 @@ def ring_attention(
         check_documents(checked.documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    names = Names(kernel, layout, load_balance, exchange, deterministic)
     out, lse, _ = attention(
-        q, k, v, sinks, checked.boundaries, *Window.of(window), sink_tokens, scale, softcap, kernel, deterministic,
-        layout, load_balance, exchange, seq_len, checked.place,
+        q, k, v, sinks, checked.boundaries, [*Window.of(window), sink_tokens, seq_len], [scale, softcap], names.text,
+        checked.place,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

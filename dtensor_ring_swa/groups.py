@@ -40,7 +40,8 @@ def resolve_group(name: str) -> ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
-_exchange_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+# By the kind of device; None where the group itself serves.
+_exchange_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup | None]] = weakref.WeakKeyDictionary()
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -50,11 +51,13 @@ def exchange_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     On NCCL it is a private group on a high-priority stream: on an ordinary one the halo waits behind
     the attention kernel that fills the GPU. It is collective at the first call.
     """
-    if _backend(group, device.type) != "nccl":
-        return group
     if group not in _exchange_groups:
-        _exchange_groups[group] = _private_nccl(group)
-    return _exchange_groups[group]
+        _exchange_groups[group] = {}
+    made = _exchange_groups[group]
+    if device.type not in made:
+        # Not the group itself: what holds its key would never be collected.
+        made[device.type] = _private_nccl(group) if _backend(group, device.type) == "nccl" else None
+    return made[device.type] or group
 
 
 def _backend(group: ProcessGroup, device_type: str) -> str | None:

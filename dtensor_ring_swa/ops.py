@@ -7,7 +7,8 @@ and calls the same op on the shards.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,32 @@ from dtensor_ring_swa.schedule import Geometry, Schedule
 from dtensor_ring_swa.window import Window
 
 
+class Names(NamedTuple):
+    """What a caller asks for by name, as one argument of the ops.
+
+    Torch's autograd wrapper of registered ops takes time that grows with the square of their number of
+    arguments (seen on torch 2.13: 257 us for 17, on a slow core), so that the ops have few.
+    """
+
+    kernel: str
+    layout: str
+    load_balance: str
+    exchange: str
+    deterministic: bool
+
+    @property
+    def text(self) -> str:
+        """The argument."""
+        gradients = "deterministic" if self.deterministic else "any"
+        return f"{self.kernel} {self.layout} {self.load_balance} {self.exchange} {gradients}"
+
+    @classmethod
+    def of(cls, text: str) -> Names:
+        """Read the argument."""
+        kernel, layout, load_balance, exchange, gradients = text.split()
+        return cls(kernel, layout, load_balance, exchange, gradients == "deterministic")
+
+
 @torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=())
 @without_autocast
 def attention(
@@ -26,17 +53,9 @@ def attention(
     v_BSGE: torch.Tensor,
     sinks_H: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    left: int,
-    right: int,
-    sink_tokens: int,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    layout: str,
-    load_balance: str,
-    exchange: str,
-    seq_len: int,
+    tokens: list[int],
+    factors: list[float],
+    names: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Windowed attention of one shard.
@@ -48,27 +67,21 @@ def attention(
         sinks_H: Learned sink logits ``[Hq]``, if any.
         cu_seqlens: Boundaries of documents ``[N + 1]``, or ``[B, N + 1]`` for each batch row its own,
             int64 on the CPU, if any.
-        left: Earlier tokens visible; -1 is unlimited.
-        right: Later tokens visible; -1 is unlimited.
-        sink_tokens: First tokens of each document that its later tokens see besides their window.
-        scale: Factor on the scores.
-        softcap: Bound on the scores, 0.0 for none.
-        kernel: A kernel's name or ``"auto"``.
-        deterministic: Whether gradients must be bitwise reproducible.
-        layout: How positions lie on the ranks.
-        load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
-        exchange: Halo or ring: see ``choose_exchange``.
-        seq_len: Tokens of the whole sequence.
+        tokens: The window's left and right, -1 for unlimited; the first tokens of each document that its
+            later tokens see besides their window; and the tokens of the whole sequence.
+        factors: The factor on the scores, and their bound, 0.0 for none.
+        names: See ``Names``.
         group_name: Process group that shares the sequence; ``""`` if this rank holds all of it.
 
     Returns:
         out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the K and V rows of other ranks, flat,
         kept for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
     """
-    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
+    asked = Names.of(names)
+    geometry = _geometry(tokens, asked, group_name)
     geometry.check_rows(q_BSHD.shape[1])
-    request = _request(q_BSHD, v_BSGE, geometry.window, scale, softcap, deterministic)
-    chosen = choose(kernel, request)
+    request = _request(q_BSHD, v_BSGE, geometry.window, factors, asked)
+    chosen = choose(asked.kernel, request)
     out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
     for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
         halo = _rows_of(kept, rows, q_BSHD.shape[0])
@@ -88,26 +101,19 @@ def attention_backward(
     out_BSHE: torch.Tensor,
     lse_BHS: torch.Tensor,
     kept: torch.Tensor,
-    left: int,
-    right: int,
-    sink_tokens: int,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    layout: str,
-    load_balance: str,
-    exchange: str,
-    seq_len: int,
+    tokens: list[int],
+    factors: list[float],
+    names: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of ``attention``: dq, dk, dv and dsinks, like q, k, v and sinks.
 
     The gradient of sinks is this shard's contribution; without sinks it is empty.
     """
-    geometry = Geometry(Window(left, right), sink_tokens, layout, load_balance, exchange, seq_len, group_name)
-    request = _request(q_BSHD, v_BSGE, geometry.window, scale, softcap, deterministic)
-    chosen = choose(kernel, request)
+    asked = Names.of(names)
+    geometry = _geometry(tokens, asked, group_name)
+    request = _request(q_BSHD, v_BSGE, geometry.window, factors, asked)
+    chosen = choose(asked.kernel, request)
     dsinks = None if sinks_H is None else lse_BHS.new_zeros(sinks_H.shape)
     grads = []
     for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
@@ -141,22 +147,12 @@ def _(
     v_BSGE: torch.Tensor,
     sinks_H: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    left: int,
-    right: int,
-    sink_tokens: int,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    layout: str,
-    load_balance: str,
-    exchange: str,
-    seq_len: int,
+    tokens: list[int],
+    factors: list[float],
+    names: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # torch.compile(dynamic=True) makes these symbolic, too; a graph is for one window.
-    window = Window(int(left), int(right))
-    geometry = Geometry(window, int(sink_tokens), layout, load_balance, exchange, seq_len, group_name)
+    geometry = _geometry(tokens, Names.of(names), group_name)
     return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
 
 
@@ -214,12 +210,22 @@ def _rows_of(kept: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
     return kept[rows.start * width : rows.stop * width]
 
 
+def _geometry(tokens: Sequence[int], names: Names, group_name: str) -> Geometry:
+    left, right, sink_tokens, seq_len = tokens
+    # torch.compile(dynamic=True) makes these symbolic, too; a graph is for one window.
+    window = Window(int(left), int(right))
+    return Geometry(window, int(sink_tokens), names.layout, names.load_balance, names.exchange, seq_len, group_name)
+
+
 def _request(
-    q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, scale: float, softcap: float, deterministic: bool
+    q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, factors: Sequence[float], names: Names
 ) -> Request:
     left, right = window.sides
     reach = None if left is None or right is None else left + right
-    return Request(q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, deterministic, reach)
+    scale, softcap = factors
+    return Request(
+        q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, names.deterministic, reach
+    )  # fmt: skip
 
 
 def _empty_results(

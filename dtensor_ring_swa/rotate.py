@@ -73,7 +73,7 @@ def rotate_backward(
         shares = [torch.empty_like(x, dtype=partial) for x in (k, v)]
         if step.call is not None:
             rows = slice(step.call.q_start, step.call.q_stop)
-            part_q = torch.empty_like(q_BSHD[:, rows])
+            part_q = torch.empty_like(q_BSHD[:, rows], dtype=partial)
             kernel.backward(
                 request, dout_BSHE[:, rows], q_BSHD[:, rows], k, v, out_BSHE[:, rows], lse_BHS[:, :, rows], step.call,
                 part_q, *shares,

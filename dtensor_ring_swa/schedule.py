@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -45,12 +45,12 @@ class Geometry:
     seq_len: int
     group_name: str
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Ranks that share the sequence."""
         return dist.get_world_size(resolve_group(self.group_name)) if self.group_name else 1
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This one of them."""
         return dist.get_rank(resolve_group(self.group_name)) if self.group_name else 0

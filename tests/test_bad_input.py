@@ -312,3 +312,20 @@ def replicated_everywhere() -> float:
 
 def test_a_replicated_sequence_is_legal_and_sends_nothing(pools: Pools) -> None:
     assert max(pools(4).run(replicated_everywhere)) == 0.0
+
+
+def refusal_of_rank_1_alone(change: dict[str, Any]) -> str:
+    if dist.get_rank() == 0:
+        return "not called"
+    try:
+        ring_attention(**{**qkv(), "mesh": mesh_of((2,), ("cp",)), "seq_len": 8, **change})
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+@pytest.mark.parametrize("change", [{"window": (-2, 0)}, {"k": torch.randn(1, 5, 2, 8)}], ids=["option", "tensor"])
+def test_with_seq_len_a_refusal_waits_for_nobody(pools: Pools, change: dict[str, Any]) -> None:
+    # The ranks compare nothing then: one that raises must not begin a comparison which its peers never join.
+    _, said = pools(2).run(refusal_of_rank_1_alone, change)
+    assert "window left must be" in said or "same length" in said

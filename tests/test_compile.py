@@ -18,7 +18,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
 from dtensor_ring_swa import Documents, ring_attention
-from dtensor_ring_swa.ops import attention, attention_backward
+from dtensor_ring_swa.ops import Names, attention, attention_backward
 from dtensor_ring_swa.testing import RankPool
 
 import cases
@@ -177,7 +177,7 @@ def run_opcheck() -> None:
         q, k, v = (x.requires_grad_() for x in inputs("plain", case)[:3])
         more = (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 8]))
         group = mesh.get_group().group_name
-        options = (*window, 1, 0.5, 0.0, "auto", False, "contiguous", "auto", "auto", 8, group)
+        options = ([*window, 1, 8], [0.5, 0.0], Names("auto", "contiguous", "auto", "auto", False).text, group)
         torch.library.opcheck(attention, (q, k, v, *more, *options))
         with torch.no_grad():
             results = attention(q, k, v, *more, *options)

@@ -29,7 +29,8 @@ ORDER = (
     "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.split_keys",
     "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
     "rotate", "schedule", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",
-    "sequence", "module", "inputs", "joint", "lengths", "hooks", "parallel", "plans", "",
+    "sequence", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",
+    "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")

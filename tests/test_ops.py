@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dtensor_ring_swa import ring_attention
-from dtensor_ring_swa.ops import attention, attention_backward
+from dtensor_ring_swa.ops import Names, attention, attention_backward
 from dtensor_ring_swa.testing import RankPool
 
 from cases import Case, errors, expected, mesh_of
@@ -41,7 +41,8 @@ def test_opcheck(extra: bool) -> None:
     q, k, v = inputs(2, 6, 4)
     sinks = torch.randn(q.shape[2], dtype=torch.float64, requires_grad=True) if extra else None
     more = (sinks, torch.tensor([0, 2, 6]) if extra else None)
-    options = (2, 1, int(extra), 0.5, 0.0, "reference", False, "contiguous", "auto", "auto", 6, "")
+    names = Names("reference", "contiguous", "auto", "auto", False)
+    options = ([2, 1, int(extra), 6], [0.5, 0.0], names.text, "")
     torch.library.opcheck(attention, (q, k, v, *more, *options))
     results = (x.detach() for x in attention(q, k, v, *more, *options))
     leaves = [x if x is None else x.detach() for x in (torch.randn_like(q), q, k, v, *more)]

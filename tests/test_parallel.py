@@ -533,11 +533,13 @@ def test_module_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ring_attention", lambda *inputs, **options: passed.update(options, inputs=inputs))
     options = {
         "window": Window(3, 1), "scale": 0.3, "softcap": 2.0, "kernel": "reference", "deterministic": True,
-        "layout": "striped", "load_balance": "none", "sink_tokens": 4,
+        "layout": "striped", "load_balance": "none", "exchange": "ring", "sink_tokens": 4,
     }  # fmt: skip
     inputs, sinks, cu_seqlens = tuple(qkv(8)), torch.ones(2), torch.tensor([0, 8])
     RingAttention(**options)(*inputs, sinks=sinks, cu_seqlens=cu_seqlens)
-    assert passed == {**options, "inputs": inputs, "sinks": sinks, "cu_seqlens": cu_seqlens}
+    assert passed.keys() == {*options, "inputs", "sinks", "cu_seqlens"}
+    assert all(passed[name] == value for name, value in options.items())
+    assert passed["inputs"] == inputs and passed["sinks"] is sinks and passed["cu_seqlens"] is cu_seqlens
 
 
 def test_module_prints_its_window_and_kernel_and_what_is_unusual() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -216,6 +217,19 @@ def largest_growth(chunk: int) -> int:
     return max(event.cpu_memory_usage for event in profile.events() or [])
 
 
+def test_bytes_of_a_limited_window_do_not_change_with_ranks(pools: Pools) -> None:
+    # Shards of 4 tokens, a window of two and a half of them.
+    received = {}
+    for ranks in (4, 8):
+        case = Case(mesh=(ranks,), window=(10, 0), seq_len=4 * ranks, batch=2)
+        found = pools(ranks).run(bytes_received, case)
+        assert all(sent == planned for sent, planned in found)
+        received[ranks] = found[-1][0]
+        for rank, error in enumerate(pools(ranks).run(errors, case)):
+            assert max(error.values()) < TOLERANCE, f"rank {rank}: {error}"
+    assert received[4] == received[8] > 0
+
+
 def test_memory_does_not_grow_with_ranks(pools: Pools) -> None:
     # With three ranks the halo is still the smaller; from four on the ring holds two shards at a time.
     four, six = (max(pools(ranks).run(largest_growth, 256)) for ranks in (4, 6))
@@ -232,6 +246,20 @@ def balanced_and_not() -> float:
     return max(
         float((a - b).detach().abs().max()) for other in results[1:] for a, b in zip(results[0], other, strict=True)
     )
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_bfloat16_error_of_the_ring_does_not_grow_with_ranks(
+    pools: Pools, layout: str, window: tuple[int, int]
+) -> None:
+    shapes = Case(seq_len=256, q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window, dtype=torch.bfloat16)
+    (alone,) = pools(1).run(errors, replace(shapes, mesh=(1,)))
+    eight = pools(8).run(errors, replace(shapes, mesh=(8,), layout=layout, exchange="ring"))[0]
+    for name, error in alone.items():
+        # lse is float32 on any number of ranks, and its last bits are not bfloat16's errors.
+        assert eight[name] <= max(1.1 * error, 1e-6), f"{name}: {eight[name]} on 8 ranks, {error} on one"
+    assert 1e-4 < max(alone.values()) < 1e-2
 
 
 def test_balanced_runs_equal_unbalanced_ones(pools: Pools) -> None:

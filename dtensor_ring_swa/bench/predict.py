@@ -120,8 +120,10 @@ def _pairs(call: Traffic) -> int:
 
 def _interior(call: Traffic) -> float:
     """Share of the work that needs no other rank's keys."""
-    first = call.ring.steps[0].call
-    blocks = (first.blocks if first else ()) if call.is_ring else call.plan.interior
+    blocks = call.plan.interior
+    if call.is_ring:
+        first = call.ring.steps[0].call
+        blocks = first.blocks if first else ()
     pairs = _pairs(call)
     return sum(block.pairs for block in blocks) / pairs if pairs else 1.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtensor_ring_swa.parallel import RingAttention
+from dtensor_ring_swa.module import RingAttention
 
 __all__ = ["InnerAttention"]
 

@@ -90,7 +90,7 @@ def _backward(
 
 
 forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), grad_dtype)
-backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)))
+backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)), grad_dtype)
 
 
 def _width(request: Request) -> int:

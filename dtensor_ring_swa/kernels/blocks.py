@@ -136,7 +136,7 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def backward_by_layer(backward: Callable[..., None]) -> Callable[..., None]:
+def backward_by_layer(backward: Callable[..., None], partial_dtype: Dtypes) -> Callable[..., None]:
     """Make ``Kernel.backward`` of the backward of a layer.
 
     With the joint out and lse, each layer's gradients are its exact share of the whole.
@@ -163,7 +163,8 @@ def backward_by_layer(backward: Callable[..., None]) -> Callable[..., None]:
         if len(layers) == 1:
             backward(request, dout_BMHE, q_BMHD, k_BNGD, v_BNGE, out_BMHE, lse_BHM, call, *grads, *sinks)
             return
-        if _in_place(call):
+        dtype = partial_dtype(q_BMHD.dtype)
+        if _in_place(call) and dtype == dq_BMHD.dtype:
             first = layers.pop(0)
             k, v, dk, dv = (x[:, first.keys] for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
             if first.k_len < call.k_len:
@@ -174,7 +175,8 @@ def backward_by_layer(backward: Callable[..., None]) -> Callable[..., None]:
             totals = tuple(torch.zeros_like(x, dtype=lse_BHM.dtype) for x in grads)
         for layer in layers:
             rows, keys = layer.rows, layer.keys
-            parts = [torch.empty_like(x[:, span]) for x, span in zip(grads, (rows, keys, keys), strict=True)]
+            spans = zip(grads, (rows, keys, keys), strict=True)
+            parts = [torch.empty_like(x[:, span], dtype=dtype) for x, span in spans]
             backward(
                 request, dout_BMHE[:, rows], q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], out_BMHE[:, rows],
                 lse_BHM[:, :, rows], layer, *parts,

@@ -193,7 +193,7 @@ def _varlen(packed: Group | None) -> dict[str, Any]:
 _forward_by_block = forward_by_block(forward_on_bands(_forward))
 _backward_by_block = backward_by_block(backward_on_bands(_backward))
 forward = forward_by_layer(_forward_layer, grad_dtype)
-backward = backward_by_layer(_backward_layer)
+backward = backward_by_layer(_backward_layer, grad_dtype)
 
 
 def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:

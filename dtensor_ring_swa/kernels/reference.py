@@ -81,7 +81,7 @@ def _backward(
 
 
 forward = forward_by_layer(forward_by_block(_forward), grad_dtype)
-backward = backward_by_layer(backward_by_block(_backward))
+backward = backward_by_layer(backward_by_block(_backward), grad_dtype)
 
 
 def _tiles(band: Band, q_len: int, k_len: int) -> Iterator[tuple[slice, slice, Band]]:

@@ -50,7 +50,7 @@ class Kernel(Protocol):
         ...
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which ``backward`` writes the partial dk and dv for inputs of ``dtype``."""
+        """The widest dtype in which it writes what is going to be joined or added, for inputs of ``dtype``."""
         ...
 
     def forward(
@@ -86,7 +86,7 @@ class Kernel(Protocol):
         sinks_H: torch.Tensor | None = None,
         dsinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Write dq of all rows in q's dtype, and the call's share of dk and dv of all keys in ``grad_dtype``.
+        """Write dq of all rows, in q's dtype or ``grad_dtype``, and dk and dv of all keys, in ``grad_dtype``.
 
         With learned sinks, out and lse are the joint ones, and the call's share of their gradient is
         added to ``dsinks_H`` (lse's dtype).

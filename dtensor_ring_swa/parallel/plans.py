@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from dtensor_ring_swa.parallel import ContextParallel
+from dtensor_ring_swa.parallel.style import ContextParallel
 
 
 def apply_context_parallel(

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.groups import agree
-from dtensor_ring_swa.inputs import Call, Key
-from dtensor_ring_swa.joint import Form
 from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.parallel.inputs import Call, Key
+from dtensor_ring_swa.parallel.joint import Form
 
 # The first is checked against the layout's shards; all others must be equal on every rank.
 FACTS = (

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring_swa.inputs import Call, Key, Parameters
-from dtensor_ring_swa.joint import Form, context_axis
-from dtensor_ring_swa.lengths import agree_on_length, facts_of, sequence_dims
+from dtensor_ring_swa.parallel.inputs import Call, Key, Parameters
+from dtensor_ring_swa.parallel.joint import Form, context_axis
+from dtensor_ring_swa.parallel.lengths import agree_on_length, facts_of, sequence_dims
 from dtensor_ring_swa.sequence import positions
 
 

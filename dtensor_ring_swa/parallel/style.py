@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring_swa.checks import check_layout
-from dtensor_ring_swa.hooks import Hooks
-from dtensor_ring_swa.inputs import Key, Parameters
 from dtensor_ring_swa.module import RingAttention
+from dtensor_ring_swa.parallel.hooks import Hooks
+from dtensor_ring_swa.parallel.inputs import Key, Parameters
 
 
 class ContextParallel(ParallelStyle):
