@@ -53,6 +53,8 @@ def runs(layout: str, seq_len: int, ranks: int, rank: int) -> tuple[Run, ...]:
     * ``striped``: token i on rank ``i % ranks``.
     * ``zigzag``: of ``2 * ranks`` slices, rank r holds r and ``2 * ranks - 1 - r``.
 
+    One rank holds a sequence of any length in its own order.
+
     Raises:
         ValueError: For another layout, or a length that the layout cannot deal out evenly.
     """
@@ -61,6 +63,8 @@ def runs(layout: str, seq_len: int, ranks: int, rank: int) -> tuple[Run, ...]:
     parts = {"striped": ranks, "zigzag": 2 * ranks}.get(layout)
     if parts is None:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if ranks == 1:
+        return (Run(0, seq_len),)
     if seq_len % parts:
         raise ValueError(
             f"layout={layout!r} on {ranks} ranks needs a multiple of {parts} tokens, got {seq_len}; pad the sequence"

@@ -17,6 +17,7 @@ from dtensor_ring_swa import (
     gather_sequence,
     next_token_labels,
     positions,
+    ring_attention,
     shard_sequence,
     token_mean,
 )
@@ -390,3 +391,10 @@ def test_token_mean_without_a_mesh_is_the_mean() -> None:
 def test_token_mean_refuses_what_it_would_misread(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_mean(**{"loss_sum": torch.tensor(6.0), "count": 3, "mesh": None} | arguments)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_a_sequence_that_is_whole_lies_in_its_own_order_at_any_length(layout: str) -> None:
+    x = torch.randn(1, 5, 2, 4)
+    assert positions(None, 5, layout).tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(ring_attention(x, x, x, layout=layout), ring_attention(x, x, x))
