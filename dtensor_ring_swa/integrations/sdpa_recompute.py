@@ -57,7 +57,7 @@ class RecomputeWatch:
 def _saved_tensors_hooks() -> tuple[Any, ...] | None:
     """The innermost hooks that pack and unpack what autograd saves."""
     # No public function tells them (seen on torch 2.13).
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
 
 
 def _is_checkpoint(hooks: tuple[Any, ...] | None) -> bool:
