@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring_swa.attention import WindowLike, ring_attention
 from dtensor_ring_swa.checks import check_layout
@@ -86,8 +87,7 @@ class RingSDPA(TorchFunctionMode):
         self._watch = RecomputeWatch()
 
     def __enter__(self) -> RingSDPA:
-        if not torch.compiler.is_compiling():
-            self._watch.enter()
+        self._watch.enter()
         super().__enter__()
         return self
 
@@ -105,15 +105,19 @@ class RingSDPA(TorchFunctionMode):
                 "ring_sdpa cannot see into nn.MultiheadAttention; project q, k and v in a module of your own and call "
                 "F.scaled_dot_product_attention there"
             )
-        if not torch.compiler.is_compiling():
-            self._watch.see(func, args)
+        elif func is checkpoint:
+            # Only while torch.compile traces; there the function that is checkpointed cannot see the context.
+            raise NotImplementedError(
+                "under torch.compile no checkpoint may lie inside of ring_sdpa; put the checkpoint around the compiled "
+                "function, and ring_sdpa in it"
+            )
+        self._watch.see(func, args)
         return func(*args, **kwargs)
 
     def _attend(self, call: SDPACall) -> torch.Tensor:
         """Attend: DTensors q ``[B, Hq, S, D]``, k ``[B, Hkv, S, D]``, v ``[B, Hkv, S, Dv]`` to ``[B, Hq, S, Dv]``."""
         call.refuse()
-        if not torch.compiler.is_compiling():
-            self._watch.refuse()
+        self._watch.refuse()
         window = self.window or Window.full()
         if call.is_causal:
             window = Window(window.left, 0)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _autograd
 
 _WHAT_TO_DO = (
     "ring_sdpa is outside of a checkpoint, whose recomputation in backward would not see it; enter ring_sdpa in the "
@@ -23,11 +24,15 @@ class RecomputeWatch:
     """What was seen since a context was entered."""
 
     def __init__(self) -> None:
+        self._traced = False
         self._hooks: object = None
         self._python_turned_grad_off = False
 
     def enter(self) -> None:
         """Take what holds now for what holds outside of the context."""
+        self._traced = torch.compiler.is_compiling()
+        if self._traced:
+            return
         self._hooks = _saved_tensors_hooks()
         self._python_turned_grad_off = not torch.is_grad_enabled()
 
@@ -46,6 +51,12 @@ class RecomputeWatch:
         Raises:
             NotImplementedError: In a checkpoint that was entered after the context.
         """
+        # A graph does not know whether a checkpoint lies between it and the context, unless it holds the context.
+        if not self._traced:
+            self._refuse_outside_of_graphs()
+
+    @torch.compiler.disable(reason="under torch.compile enter ring_sdpa in the compiled function, not around it")
+    def _refuse_outside_of_graphs(self) -> None:
         hooks = _saved_tensors_hooks()
         if hooks != self._hooks and _is_checkpoint(hooks):
             raise NotImplementedError(_WHAT_TO_DO)
@@ -57,7 +68,7 @@ class RecomputeWatch:
 def _saved_tensors_hooks() -> tuple[Any, ...] | None:
     """The innermost hooks that pack and unpack what autograd saves."""
     # No public function tells them (seen on torch 2.13).
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def _is_checkpoint(hooks: tuple[Any, ...] | None) -> bool:
