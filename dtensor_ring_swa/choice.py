@@ -25,6 +25,15 @@ class Choice:
     reason: str
 
 
+def is_rebalanced(seq_len: int, ranks: int, window: Window) -> bool:
+    """Whether ``load_balance="auto"`` deals contiguous shards to the zigzag layout, where no documents are packed.
+
+    Only windows that are unlimited on one side load the ranks unevenly enough to matter.
+    """
+    lopsided = (window.left == UNLIMITED) != (window.right == UNLIMITED)
+    return lopsided and ranks > 1 and seq_len % (2 * ranks) == 0
+
+
 def choose_exchange(
     exchange: str, layout: str, seq_len: int, ranks: int, window: Window, packed: bool = False
 ) -> Choice:

@@ -133,8 +133,11 @@ def documents_from_position_ids(position_ids: torch.Tensor, mesh: DeviceMesh | P
         position_ids: Of the whole sequence, integers ``[S]`` or ``[B, S]``: a new document begins
             wherever a position is not its predecessor plus one.
         mesh: See ``Documents``.
+
+    Raises:
+        ValueError: For another number of dims.
     """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts = _all_start(position_ids)
     starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
     return Documents(_boundaries(starts), mesh)
 
@@ -146,15 +149,26 @@ def documents_from_eos(tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | Pro
         tokens: The whole sequence, integers ``[S]`` or ``[B, S]``.
         eos_id: The token that ends a document and belongs to it.
         mesh: See ``Documents``.
+
+    Raises:
+        ValueError: For another number of dims.
     """
-    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts = _all_start(tokens)
     starts[..., 1:] = tokens[..., :-1] == eos_id
     return Documents(_boundaries(starts), mesh)
+
+
+def _all_start(tokens: torch.Tensor) -> torch.Tensor:
+    if tokens.ndim not in (1, 2):
+        raise ValueError(f"documents are found in [S] or [B, S], got {list(tokens.shape)}")
+    return torch.ones_like(tokens, dtype=torch.bool)
 
 
 def _boundaries(starts: torch.Tensor) -> list[torch.Tensor] | torch.Tensor:
     """Boundaries from where documents begin; on the host, with one copy."""
     starts, length = starts.cpu(), torch.tensor([starts.shape[-1]])
+    # An empty sequence is one empty document.
+    starts = starts if starts.shape[-1] else starts.new_ones(*starts.shape[:-1], 1)
     rows = [torch.cat((row.nonzero().flatten(), length)) for row in torch.atleast_2d(starts)]
     return rows if starts.ndim > 1 else rows[0]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from dtensor_ring_swa.block import Block, Call, blocks_between
-from dtensor_ring_swa.choice import choose_exchange
+from dtensor_ring_swa.choice import choose_exchange, is_rebalanced
 from dtensor_ring_swa.layout import Run, chunk_length, shard
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, document_at
 from dtensor_ring_swa.window import Window
@@ -51,6 +51,7 @@ class Plan:
         receives: Rows that come, sinks first, then left halo, then right; each from its owner.
         interior: Rows that see nothing outside the shard; they need not wait for what comes.
         boundary: All other rows.
+        packed: Whether documents were given.
     """
 
     seq_len: int
@@ -66,6 +67,7 @@ class Plan:
     receives: tuple[Transfer, ...]
     interior: tuple[Block, ...]
     boundary: tuple[Block, ...]
+    packed: bool = False
 
     @property
     def rows(self) -> int:
@@ -125,13 +127,16 @@ class Plan:
         """The plan in a few lines of English, and whether ``ring_attention`` would follow it by itself."""
         inner = sum(call.q_len for call in self.interior_calls)
         peers = ", ".join(f"{t.stop - t.start} rows from rank {t.peer}" for t in self.receives)
-        choice = choose_exchange("auto", "contiguous", self.seq_len, self.ranks, self.window)
+        dealt = not self.packed and is_rebalanced(self.seq_len, self.ranks, self.window)
+        layout = "zigzag" if dealt else "contiguous"
+        choice = choose_exchange("auto", layout, self.seq_len, self.ranks, self.window, self.packed)
         return (
             f"rank {self.rank} of {self.ranks}: tokens [{self.start}, {self.stop}) of {self.seq_len}, "
             f"window ({self.window.left}, {self.window.right})\n"
             f"halo: {peers or 'nothing to receive'}\n"
             f"rows: {inner} interior, {self.rows - inner} boundary; {self.pairs} (query, key) pairs\n"
             f"exchange='auto' takes the {choice.exchange}: {choice.reason}"
+            + ("; load_balance='auto' deals the shards to it" if dealt else "")
         )
 
 
@@ -157,19 +162,29 @@ def make_plan(
         The plan. The neighbours' plans agree with it: what one sends, the other receives.
 
     Raises:
-        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` < 0, or the window or
-            the boundaries are none.
+        ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` or ``sink_tokens`` < 0, or the
+            window or the boundaries are none.
     """
-    if ranks < 1 or not 0 <= rank < ranks or seq_len < 0:
+    if ranks < 1 or not 0 <= rank < ranks or seq_len < 0 or sink_tokens < 0:
         raise ValueError(
-            f"a plan needs seq_len >= 0 and 0 <= rank < ranks, got seq_len={seq_len}, rank={rank}, ranks={ranks}"
+            f"a plan needs seq_len >= 0, 0 <= rank < ranks and sink_tokens >= 0, got seq_len={seq_len}, rank={rank}, "
+            f"ranks={ranks}, sink_tokens={sink_tokens}"
         )
-    boundaries = (0, seq_len) if cu_seqlens is None else tuple(cu_seqlens)
-    return _make_plan(seq_len, ranks, rank, Window.of(window), boundaries, sink_tokens)
+    packed = cu_seqlens is not None
+    boundaries = tuple(cu_seqlens) if packed else (0, seq_len)
+    return _make_plan(seq_len, ranks, rank, Window.of(window), boundaries, sink_tokens, packed)
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int) -> Plan:
+def _make_plan(
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    window: Window,
+    boundaries: Boundaries,
+    sink_tokens: int,
+    packed: bool = False,
+) -> Plan:
     check_boundaries(boundaries, seq_len)
     mine = shard(seq_len, ranks, rank)
     whole = _Needs(seq_len, ranks, window, boundaries, sink_tokens)
@@ -192,6 +207,7 @@ def _make_plan(seq_len: int, ranks: int, rank: int, window: Window, boundaries: 
         receives=tuple(_receives(needs, chunk_length(seq_len, ranks))),
         interior=blocks(interior),
         boundary=blocks(boundary),
+        packed=packed,
     )  # fmt: skip
 
 

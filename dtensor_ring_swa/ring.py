@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtensor_ring_swa.block import Call, blocks_between
+from dtensor_ring_swa.choice import is_rebalanced
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.packing import Boundaries, check_boundaries
 from dtensor_ring_swa.plan import Transfer
-from dtensor_ring_swa.window import UNLIMITED, Window
+from dtensor_ring_swa.window import Window
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ def balanced_layout(
 ) -> str:
     """The layout to compute in, for contiguous shards: another one where that evens out the work.
 
-    Only windows that are unlimited on one side load the ranks unevenly enough to matter; with packed
-    documents, only if the plan predicts that the busiest rank gains a tenth.
+    See ``is_rebalanced``; with packed documents, only if the plan predicts that the busiest rank gains a tenth.
 
     Raises:
         ValueError: If a layout is demanded that cannot deal out so many tokens.
@@ -141,8 +141,7 @@ def balanced_layout(
     if load_balance in ("striped", "zigzag"):
         runs(load_balance, seq_len, ranks, 0)
         return load_balance if ranks > 1 else "contiguous"
-    lopsided = (window.left == UNLIMITED) != (window.right == UNLIMITED)
-    if load_balance == "none" or not lopsided or ranks == 1 or seq_len % (2 * ranks):
+    if load_balance == "none" or not is_rebalanced(seq_len, ranks, window):
         return "contiguous"
     if boundaries is not None:
         now, then = (imbalance(layout, seq_len, ranks, window, boundaries) for layout in ("contiguous", "zigzag"))

@@ -222,7 +222,14 @@ def token_mean(
     Returns:
         A scalar with the same value on every rank, whose gradients join to those of that value.
         If no rank has a valid token it is 0, with zero gradients.
+
+    Raises:
+        ValueError: If ``gradients`` is neither, or ``mesh`` is no mesh.
     """
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients must be 'mean' or 'sum', got {gradients!r}")
+    if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+        raise ValueError(f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}")
     totals = torch.stack(
         (loss_sum.detach().double(), torch.as_tensor(count, dtype=torch.double, device=loss_sum.device))
     )

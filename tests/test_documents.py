@@ -269,3 +269,12 @@ def test_boundaries_of_any_kind_of_integers(entry: Callable[[int], object]) -> N
     want = ring_attention(q, q, q, cu_seqlens=torch.tensor([0, 3, 8]))
     for edges in ([entry(x) for x in (0, 3, 8)], [[entry(0), entry(3), entry(8)]] * 2):
         assert torch.equal(want, ring_attention(q, q, q, cu_seqlens=edges))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("find", [documents_from_position_ids, lambda x: documents_from_eos(x, 2)])
+def test_documents_of_an_empty_sequence_and_of_other_shapes(find: Callable[[torch.Tensor], Documents]) -> None:
+    assert find(torch.zeros(0, dtype=torch.long)).cu_seqlens.tolist() == [0, 0]
+    assert find(torch.zeros(2, 0, dtype=torch.long)).cu_seqlens.tolist() == [[0, 0], [0, 0]]
+    for shape in [(), (2, 3, 4)]:
+        with pytest.raises(ValueError, match=r"in \[S\] or \[B, S\], got \["):
+            find(torch.zeros(shape, dtype=torch.long))

@@ -16,9 +16,11 @@ import dtensor_ring_swa
 from dtensor_ring_swa import Plan, Window, make_plan
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Block
+from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.kernels import KERNELS
 from dtensor_ring_swa.layout import Run, chunk_length, shard
 from dtensor_ring_swa.plan import Transfer, _make_plan
+from dtensor_ring_swa.ring import balanced_layout
 
 PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
@@ -255,10 +257,30 @@ def test_describe_says_what_lies_where_and_what_travels() -> None:
     assert "nothing to receive" in make_plan(16, 4, 0, Window(2, 0)).describe()
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, -1), (5, 0), (40, 40)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [15, 16])
+@pytest.mark.parametrize("boundaries", [None, (0, 16), (0, 3, 16)])
+def test_describe_says_what_auto_takes(
+    window: tuple[int, int], ranks: int, seq_len: int, boundaries: tuple[int, ...] | None
+) -> None:
+    edges = boundaries and (*boundaries[:-1], seq_len)
+    layout = balanced_layout("auto", seq_len, ranks, Window(*window), edges)
+    choice = choose_exchange("auto", layout, seq_len, ranks, Window(*window), edges is not None)
+    said = make_plan(seq_len, ranks, 0, window, edges).describe().splitlines()[-1]
+    assert said.startswith(f"exchange='auto' takes the {choice.exchange}: ")
+    assert ("'zigzag'" in said) == (edges is None and layout == "zigzag")
+
+
 @pytest.mark.parametrize(("seq_len", "ranks", "rank"), [(8, 0, 0), (8, 2, 2), (8, 2, -1), (-1, 2, 0)])
 def test_impossible_plans_raise_and_name_the_values(seq_len: int, ranks: int, rank: int) -> None:
     with pytest.raises(ValueError, match=f"seq_len={seq_len}, rank={rank}, ranks={ranks}"):
         make_plan(seq_len, ranks, rank, Window(3, 0))
+
+
+def test_a_plan_has_no_negative_sink_tokens() -> None:
+    with pytest.raises(ValueError, match="sink_tokens=-1"):
+        make_plan(8, 2, 0, Window(3, 0), sink_tokens=-1)
 
 
 def test_plans_are_hashable_and_shared() -> None:

@@ -378,3 +378,15 @@ def test_token_mean_without_a_mesh_is_the_mean() -> None:
     value.backward()
     assert value.item() == 3.0 and losses.grad is not None
     assert torch.allclose(losses.grad, torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradients": "average"}, "'mean' or 'sum', got 'average'"),
+        ({"mesh": "cp"}, "mesh must be a DeviceMesh, a ProcessGroup or None, got str"),
+    ],
+)
+def test_token_mean_refuses_what_it_would_misread(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_mean(**{"loss_sum": torch.tensor(6.0), "count": 3, "mesh": None} | arguments)
