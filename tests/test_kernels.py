@@ -172,7 +172,7 @@ def test_reference_memory_grows_with_the_window_only() -> None:
 
 def test_triton_without_the_package_or_a_gpu() -> None:
     request = Request(torch.device("cpu"), torch.float16, 64, 64, 1.0)
-    assert "needs an NVIDIA GPU" in str(triton.supports(request))
+    assert "needs a GPU" in str(triton.supports(request))
     assert "not torch.float64" in str(triton.supports(replace(request, dtype=torch.float64)))
     assert "head dims from 1 to 256, got 64 and 257" in str(triton.supports(replace(request, v_head_dim=257)))
     for cache in (triton._missing, triton._programs):
