@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring_swa.device import stream_of, to_device
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, documents_within
 from dtensor_ring_swa.plan import make_plan
@@ -64,8 +66,6 @@ class Documents:
             self._device = torch.device(mesh.device_type)
         self.cu_seqlens = on_host(cu_seqlens)
         self._rows: list[Boundaries] = [tuple(row) for row in torch.atleast_2d(self.cu_seqlens).tolist()]
-        for row in self._rows:
-            check_boundaries(row)
         self.seq_len = self._rows[0][-1]
         for row in self._rows:
             check_boundaries(row, self.seq_len)
@@ -82,7 +82,7 @@ class Documents:
         if self.mesh is not None:
             group = group_of(self.mesh)
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        return _local(self._rows[row], ranks, rank, Window.of(window), self._device)
+        return _local(self._rows[row], ranks, rank, Window.of(window), self._device, stream_of(self._device))
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
@@ -109,7 +109,9 @@ class Documents:
 
 
 @lru_cache(maxsize=64)
-def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device) -> LocalDocuments:
+def _local(
+    boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device, stream: int
+) -> LocalDocuments:
     plan = make_plan(boundaries[-1], ranks, rank, window, boundaries)
     keys = plan.start - plan.left, plan.stop + plan.right
     spans = list(documents_within(boundaries, (plan.start, plan.stop)))
@@ -117,10 +119,8 @@ def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device
     key_edges = [keys[0], *(min(stop, keys[1]) for _, stop in spans)]
 
     def ready(edges: list[int]) -> tuple[torch.Tensor, int]:
-        host = torch.tensor([edge - edges[0] for edge in edges], dtype=torch.int32)
-        longest = int(host.diff().max()) if len(edges) > 1 else 0
-        # From pinned memory the copy does not wait for the kernels that are queued.
-        return (host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host), longest
+        longest = max((stop - start for start, stop in pairwise(edges)), default=0)
+        return to_device([edge - edges[0] for edge in edges], device), longest
 
     (q, longest_q), (k, longest_k) = ready(queries), ready(key_edges)
     return LocalDocuments(q, k, longest_q, longest_k)

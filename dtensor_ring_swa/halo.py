@@ -30,7 +30,7 @@ def halo_forward(
 
     def compute(calls: tuple[Call, ...]) -> None:
         for call in calls:
-            rows = slice(call.q_start, call.q_stop)
+            rows = call.rows
             k, v = keys.of(call)
             kernel.forward(request, q_BSHD[:, rows], k, v, call, out_BSHE[:, rows], lse_BHS[:, :, rows], sinks_H)
 
@@ -67,7 +67,7 @@ def halo_backward(
 
     def compute(calls: tuple[Call, ...]) -> None:
         for call in calls:
-            rows = slice(call.q_start, call.q_stop)
+            rows = call.rows
             dk, dv = buffers = grads.buffers(call)
             kernel.backward(
                 request, dout_BSHE[:, rows], q_BSHD[:, rows], *keys.of(call), out_BSHE[:, rows],

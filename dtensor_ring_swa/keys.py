@@ -77,7 +77,7 @@ class KeyGradients:
 
     def buffers(self, call: Call) -> tuple[torch.Tensor, ...]:
         """The tensors that a kernel has to fill with one call's dk and dv."""
-        rows = call.k_stop - call.k_start
+        rows = call.k_len
         in_place = self._partial_dtype == self._totals[0].dtype
         if in_place and self._keys.overlaps(call) == [(self._keys.shard, range(*self._keys.shard_rows))]:
             return self._totals

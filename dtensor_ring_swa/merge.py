@@ -61,21 +61,29 @@ def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks_H: torch.Tensor) -> 
     lse.copy_(joint)
 
 
-def sinks_gradient(
-    sinks_H: torch.Tensor, dout_BMHE: torch.Tensor, out_BMHE: torch.Tensor, lse_BHM: torch.Tensor, rows: int = 4096
-) -> torch.Tensor:
-    """The gradient of learned sinks from the joint out and lse, in float32 or wider: ``[H]``.
+def add_sinks_gradient_(
+    dsinks_H: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
+    dout_BMHE: torch.Tensor,
+    out_BMHE: torch.Tensor,
+    lse_BHM: torch.Tensor,
+    rows: int = 4096,
+) -> None:
+    """Add the gradient of learned sinks, from the joint out and lse, to ``dsinks_H``; nothing if there are none.
 
     A sink's share of a row's softmax is ``p = exp(sink - lse)`` and its value is zero, so that its
     gradient is ``-sum p * rowsum(dout * out)`` (the row term of Dao 2023, arXiv:2307.08691, section 3.1.2).
 
     Args:
-        sinks_H: A logit a head.
+        dsinks_H: The sum, in lse's dtype; None without sinks.
+        sinks_H: A logit a head; None without sinks.
         dout_BMHE: Gradient of out.
         out_BMHE: The joint result.
         lse_BHM: The joint lse.
         rows: Rows to take at a time, which bounds the memory.
     """
+    if sinks_H is None or dsinks_H is None:
+        return
     total = lse_BHM.new_zeros(sinks_H.shape)
     sinks = sinks_H.to(lse_BHM.dtype)[:, None]
     for first in range(0, out_BMHE.shape[1], rows):
@@ -84,4 +92,4 @@ def sinks_gradient(
         # Where the sink is -inf, so may the lse be, and the share is none.
         share = (sinks - lse_BHM[:, :, span]).exp().masked_fill(sinks == float("-inf"), 0.0)
         total -= (share * row_sums).sum((0, 2))
-    return total
+    dsinks_H += total

@@ -118,21 +118,11 @@ def attention_backward(
     grads = []
     for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
         halo = _rows_of(kept, rows, q_BSHD.shape[0])
-        grads.append(
-            schedule.backward(
-                chosen,
-                request,
-                dout_BSHE[rows],
-                q_BSHD[rows],
-                k_BSGD[rows],
-                v_BSGE[rows],
-                out_BSHE[rows],
-                lse_BHS[rows],
-                halo,
-                sinks_H,
-                dsinks,
-            )
-        )
+        share = schedule.backward(
+            chosen, request, dout_BSHE[rows], q_BSHD[rows], k_BSGD[rows], v_BSGE[rows], out_BSHE[rows], lse_BHS[rows],
+            halo, sinks_H, dsinks,
+        )  # fmt: skip
+        grads.append(share)
     if grads:
         dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
     else:

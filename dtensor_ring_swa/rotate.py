@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.exchange import Exchange, Rows, pack
 from dtensor_ring_swa.kernels import Kernel, Request
-from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
+from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
 from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.ring import Ring, Step
 
@@ -31,7 +31,7 @@ def rotate_forward(
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
         if step.call is None:
             continue
-        rows = slice(step.call.q_start, step.call.q_stop)
+        rows = step.call.rows
         part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.grad_dtype(out_BSHE.dtype))
         part_lse = torch.empty_like(lse_BHS[:, :, rows])
         kernel.forward(request, q_BSHD[:, rows], k, v, step.call, part, part_lse)
@@ -72,7 +72,7 @@ def rotate_backward(
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
         shares = [torch.empty_like(x, dtype=partial) for x in (k, v)]
         if step.call is not None:
-            rows = slice(step.call.q_start, step.call.q_stop)
+            rows = step.call.rows
             part_q = torch.empty_like(q_BSHD[:, rows], dtype=partial)
             kernel.backward(
                 request, dout_BSHE[:, rows], q_BSHD[:, rows], k, v, out_BSHE[:, rows], lse_BHS[:, :, rows], step.call,
@@ -85,8 +85,7 @@ def rotate_backward(
         else:
             way_home.leave(group, step, shares)
     way_home.arrive()
-    if sinks_H is not None and dsinks_H is not None:
-        dsinks_H += sinks_gradient(sinks_H, dout_BSHE, out_BSHE, lse_BHS)
+    add_sinks_gradient_(dsinks_H, sinks_H, dout_BSHE, out_BSHE, lse_BHS)
     return dq.to(q_BSHD.dtype), dk.to(k_BSGD.dtype), dv.to(v_BSGE.dtype)
 
 

@@ -65,11 +65,14 @@ class Geometry:
             return self.layout
         return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.window, boundaries)
 
+    def is_ring(self, compute_layout: str, packed: bool) -> bool:
+        """Whether keys pass by in a ring rather than being held as a halo."""
+        choice = choose_exchange(self.exchange, compute_layout, self.seq_len, self.ranks, self.window, packed)
+        return choice.exchange == "ring"
+
     def kept_rows(self, packed: bool) -> int:
         """Rows of K and V to keep for backward: the same on every rank and for all documents."""
-        layout = self.compute_layout()
-        choice = choose_exchange(self.exchange, layout, self.seq_len, self.ranks, self.window, packed)
-        if choice.exchange == "ring" or not self.group_name:
+        if self.is_ring(self.compute_layout(), packed) or not self.group_name:
             return 0
         return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
 
@@ -91,13 +94,7 @@ class Schedule:
         self.geometry, self.boundaries = geometry, boundaries
         self.layout, self.compute_layout = geometry.layout, geometry.compute_layout(boundaries)
         self.seq_len, self.ranks, self.rank = geometry.seq_len, geometry.ranks, geometry.rank
-        self.is_ring = (
-            choose_exchange(
-                geometry.exchange, self.compute_layout, self.seq_len, self.ranks, geometry.window,
-                boundaries is not None,
-            ).exchange
-            == "ring"
-        )  # fmt: skip
+        self.is_ring = geometry.is_ring(self.compute_layout, boundaries is not None)
 
     @property
     def plan(self) -> Plan:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from dtensor_ring_swa.block import Block, Call
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels.request import Request
-from dtensor_ring_swa.merge import join_sinks_, merge_, sinks_gradient
+from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
 
 Dtypes = Callable[[torch.dtype], torch.dtype]
 
@@ -35,7 +35,7 @@ def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             out_BMHE.zero_()
             lse_BHM.fill_(float("-inf"))
         for block in layer.blocks:
-            rows, keys = _rows(block), _keys(block)
+            rows, keys = block.rows, block.keys
             run(
                 request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, out_BMHE[:, rows],
                 lse_BHM[:, :, rows],
@@ -116,7 +116,7 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             dk_BNGD.zero_()
             dv_BNGE.zero_()
         for block in layer.blocks:
-            rows, keys = _rows(block), _keys(block)
+            rows, keys = block.rows, block.keys
             parts = places = [x[:, keys] for x in sums]
             if layer.keys_overlap:
                 parts = [torch.empty_like(x[:, keys]) for x in (dk_BNGD, dv_BNGE)]
@@ -130,8 +130,7 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
         if layer.keys_overlap:
             dk_BNGD.copy_(sums[0])
             dv_BNGE.copy_(sums[1])
-        if sinks_H is not None and dsinks_H is not None:
-            dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
+        add_sinks_gradient_(dsinks_H, sinks_H, dout_BMHE, out_BMHE, lse_BHM)
 
     return backward
 
@@ -186,8 +185,7 @@ def backward_by_layer(backward: Callable[..., None], partial_dtype: Dtypes) -> C
         if totals is not grads:
             for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total)
-            if sinks_H is not None and dsinks_H is not None:
-                dsinks_H += sinks_gradient(sinks_H, dout_BMHE, out_BMHE, lse_BHM)
+            add_sinks_gradient_(dsinks_H, sinks_H, dout_BMHE, out_BMHE, lse_BHM)
 
     return whole
 
@@ -195,11 +193,3 @@ def backward_by_layer(backward: Callable[..., None], partial_dtype: Dtypes) -> C
 def _in_place(call: Call) -> bool:
     """Whether the first layer can write all rows, so that the second is the only one to add."""
     return len(call.layers) == 2 and call.layers[0].q_len == call.q_len
-
-
-def _rows(block: Block) -> slice:
-    return slice(block.q_start, block.q_stop)
-
-
-def _keys(block: Block) -> slice:
-    return slice(block.k_start, block.k_stop)

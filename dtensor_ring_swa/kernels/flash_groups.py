@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from dtensor_ring_swa.block import Block, Call
+from dtensor_ring_swa.device import stream_of, to_device
 from dtensor_ring_swa.kernels.flash_band import FlashWindow
 
 
@@ -36,7 +37,6 @@ class Group:
     max_seqlen_k: int
 
 
-@lru_cache(maxsize=256)
 def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
     """The fewest calls that compute each block once, ready on the device; None if blocks do not suit.
 
@@ -44,9 +44,14 @@ def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
     than keys (see ``flash_band``). The last document of a shard may be a call of its own: where a
     window has a right side, its last key is not aligned with its last query as in the others.
     """
+    return _flash_groups(call, device, stream_of(device))
+
+
+@lru_cache(maxsize=256)
+def _flash_groups(call: Call, device: torch.device, stream: int) -> tuple[Group, ...] | None:
     if call.keys_overlap or not call.covers_rows:
         return None
-    if any(b.q_stop - b.q_start > b.k_stop - b.k_start for b in call.blocks):
+    if any(b.q_len > b.k_len for b in call.blocks):
         return None
     groups: list[list[Block]] = []
     for block in sorted(call.blocks, key=lambda b: b.q_start):
@@ -63,7 +68,7 @@ def _follows(first: Block, second: Block) -> bool:
 
 def _window(blocks: Sequence[Block]) -> FlashWindow | None:
     """The window that shows every block what its band shows, if there is one."""
-    sizes = [(b.q_stop - b.q_start, b.k_stop - b.k_start) for b in blocks]
+    sizes = [(b.q_len, b.k_len) for b in blocks]
     windows = [b.band.flash_window(*size) for b, size in zip(blocks, sizes, strict=True)]
     left = _side([w[0] for w in windows], [k_len - 1 for _, k_len in sizes])
     right = _side([w[1] for w in windows], [q_len - 1 for q_len, _ in sizes])
@@ -87,14 +92,10 @@ def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | bool | None:
 def _ready(blocks: Sequence[Block], device: torch.device) -> Group:
     window = _window(blocks)
     assert window is not None
-    q_lens, k_lens = [b.q_stop - b.q_start for b in blocks], [b.k_stop - b.k_start for b in blocks]
+    q_lens, k_lens = [b.q_len for b in blocks], [b.k_len for b in blocks]
 
     def starts(lengths: Sequence[int]) -> torch.Tensor | None:
-        if len(blocks) == 1:
-            return None
-        host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        # From pinned memory the copy does not wait for the kernels that are queued.
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return None if len(blocks) == 1 else to_device([0, *accumulate(lengths)], device)
 
     return Group(
         slice(blocks[0].q_start, blocks[-1].q_stop), slice(blocks[0].k_start, blocks[-1].k_stop), window,

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from dtensor_ring_swa.block import Block, Call
+from dtensor_ring_swa.block import Block, Call, in_layers
+from dtensor_ring_swa.device import stream_of, to_device
 
 # Calls that are kept; the intervals of one take 8 bytes a row and layer.
 KEPT = 64
@@ -34,13 +35,11 @@ class _Span:
 
     @classmethod
     def of_queries(cls, block: Block) -> _Span:
-        keys, band = block.k_stop - block.k_start, block.band
-        return cls(block.q_start, block.q_stop, block.k_start, keys, band.lower, band.upper)
+        return cls(block.q_start, block.q_stop, block.k_start, block.k_len, block.band.lower, block.band.upper)
 
     @classmethod
     def of_keys(cls, block: Block) -> _Span:
-        queries, band = block.q_stop - block.q_start, block.band
-        return cls(block.k_start, block.k_stop, block.q_start, queries, -band.upper, -band.lower)
+        return cls(block.k_start, block.k_stop, block.q_start, block.q_len, -block.band.upper, -block.band.lower)
 
     def seen_from(self, first: int, last: int) -> tuple[int, int]:
         """Bounds of what the rows ``first:last``, counted from the span's first, see."""
@@ -66,11 +65,6 @@ def intervals_of_keys(call: Call, device: torch.device) -> torch.Tensor:
     return _of_keys(call, device, stream_of(device))
 
 
-def stream_of(device: torch.device) -> int:
-    """The key of what is kept: what was queued on one stream must not be read on another."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 @lru_cache(maxsize=KEPT)
 def _of_queries(call: Call, device: torch.device, stream: int) -> torch.Tensor:
     return _intervals([_Span.of_queries(block) for block in call.blocks], call.q_len, device)
@@ -82,7 +76,7 @@ def _of_keys(call: Call, device: torch.device, stream: int) -> torch.Tensor:
 
 
 def _intervals(spans: list[_Span], count: int, device: torch.device) -> torch.Tensor:
-    layers = _layers(spans)
+    layers = in_layers(sorted(spans, key=lambda span: span.first), _Span.may_precede) or [[]]
     longest = max(1, *map(len, layers))
     padding = _Span(_FAR, _FAR, 0, 0, 0, 0)
     table = to_device(
@@ -95,20 +89,3 @@ def _intervals(spans: list[_Span], count: int, device: torch.device) -> torch.Te
     hi = start + torch.minimum((rows - first + upper + 1).clamp_(min=0), length)
     hidden = (rows < first) | (rows >= last) | (lo >= hi)
     return torch.stack((lo, hi), dim=1).masked_fill_(hidden[:, None], 0)
-
-
-def _layers(spans: list[_Span]) -> list[list[_Span]]:
-    layers: list[list[_Span]] = []
-    for span in sorted(spans, key=lambda span: span.first):
-        layer = next((layer for layer in layers if layer[-1].may_precede(span)), None)
-        if layer is None:
-            layers.append([span])
-        else:
-            layer.append(span)
-    return layers or [[]]
-
-
-def to_device(numbers: list, device: torch.device) -> torch.Tensor:
-    """An int32 tensor; to a GPU from pinned memory, so that nothing waits for the device."""
-    made = torch.tensor(numbers, dtype=torch.int32)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_keys, stream_of, to_device
+from dtensor_ring_swa.device import stream_of, to_device
+from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_keys
 
 # Key rows of a part, and its query rows.
 TILE = 16
@@ -79,7 +80,7 @@ def _tiles(call: Call) -> list[tuple[range, range]]:
     tall = sorted(
         (block.k_start, block.k_stop)
         for block in call.blocks
-        if block.q_stop - block.q_start >= max(_QUERIES, _QUERIES_A_KEY * (block.k_stop - block.k_start))
+        if block.q_len >= max(_QUERIES, _QUERIES_A_KEY * block.k_len)
     )
     tiles, reached = [], 0
     for start, stop in tall:

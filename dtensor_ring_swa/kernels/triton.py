@@ -127,7 +127,7 @@ def backward(
 def _add_sinks_gradient(
     dsinks_H: torch.Tensor, sinks_H: torch.Tensor, lse_BGMR: torch.Tensor, delta_BGMR: torch.Tensor
 ) -> None:
-    """Add ``-sum exp(sink - lse) * rowsum(dout * out)`` (see ``merge.sinks_gradient``); lse is in units of log 2."""
+    """Add ``-sum exp(sink - lse) * rowsum(dout * out)``, as ``merge.add_sinks_gradient_``; lse is in units of log 2."""
     sinks = (sinks_H.to(lse_BGMR.dtype) * _LOG2E).view(lse_BGMR.shape[1], 1, -1)
     share = torch.exp2(sinks - lse_BGMR).masked_fill(sinks == float("-inf"), 0.0)
     dsinks_H -= (share * delta_BGMR).sum((0, 2)).flatten()
