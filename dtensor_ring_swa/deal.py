@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.device import Beside
 from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.layout import Run, runs
 from dtensor_ring_swa.plan import Transfer
@@ -71,10 +72,14 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
         [(Transfer(peer, 0, message.numel()), message) for peer, message in sends.items()],
         [(Transfer(peer, 0, message.numel()), message) for peer, message in receives.items()],
     )
+    beside = Beside(tensors[0].device)
     for here, there in zip(moves.gives[moves.rank], moves.takes[moves.rank], strict=True):
         for old_x, new_x in zip(tensors, new, strict=True):
             new_x[:, there] = old_x[:, here]
-    for peer, message in zip(receives, exchange.wait(), strict=True):
+    with beside:
+        messages = exchange.wait()
+    beside.join()
+    for peer, message in zip(receives, messages, strict=True):
         parts = [x[:, rows] for rows in moves.takes[peer] for x in new]
         for part, flat in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(flat.view(part.shape))

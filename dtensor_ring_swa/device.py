@@ -1,10 +1,16 @@
-"""Integers on the device, without waiting for it."""
+"""The device: integers on it without waiting for it, and work beside what the caller queues."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def to_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
@@ -13,6 +19,83 @@ def to_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def stream_of(device: torch.device) -> int:
-    """A key for what is made on the device and kept: what was queued on one stream must not be read on another."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def kept(entries: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Keep what a function of hashable arguments, the last a device, makes there, for the last ``entries`` arguments.
+
+    Each stream has its own: what was queued on one must not be read on another. Only while a CUDA graph is captured
+    is what a warm-up made on another stream taken, and then never freed, since each replay will read it: what is
+    made under capture holds nothing yet, and its numbers on the host would be gone at the replay.
+    """
+
+    def keeping(make: Callable[_P, _T]) -> Callable[_P, _T]:
+        by_stream: Callable[..., dict[int, _T]] = lru_cache(maxsize=entries)(lambda *_: {})
+        captured: dict[tuple[Any, ...], _T] = {}
+
+        @wraps(make)
+        def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            on_gpu = isinstance(args[-1], torch.device) and args[-1].type == "cuda"
+            if on_gpu and torch.cuda.is_current_stream_capturing():
+                if args not in captured:
+                    captured[args] = _of_warm_up(by_stream(*args))
+                return captured[args]
+            found = by_stream(*args)
+            stream = torch.cuda.current_stream(args[-1]).cuda_stream if on_gpu else 0
+            if stream not in found:
+                found[stream] = make(*args, **kwargs)
+            return found[stream]
+
+        return made
+
+    return keeping
+
+
+def _of_warm_up(made: dict[int, _T]) -> _T:
+    if not made:
+        raise RuntimeError(
+            "a CUDA graph is being captured around a call that has not run before: run it once, forward and backward, "
+            "with the same shapes, window and documents, then capture"
+        )
+    return next(iter(made.values()))
+
+
+class Beside:
+    """Work beside what the current stream is given next: on CUDA on a stream of high priority, on CPU in turn.
+
+    What is queued ``with beside:`` starts when all is done that was queued before ``beside`` was made, and fills
+    the gaps of what is queued after: where the last blocks of one kernel leave room. What it reads must be
+    held until ``join``, after which the stream that is then current waits for it.
+
+    Each stream has its own beside it, so that what was allocated on that one and freed is not written anew
+    before its readers here are done.
+    """
+
+    def __init__(self, device: torch.device, needed: bool = True) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
+        if device.type == "cuda" and needed:
+            caller = torch.cuda.current_stream(device)
+            self._stream, self._ready = _stream_beside(caller), torch.cuda.Event()
+            self._ready.record(caller)
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        if self._stream is not None and self._ready is not None:
+            # Only now: what others queue on this stream before must not wait for it.
+            self._stream.wait_event(self._ready)
+            self._ready = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+
+    def join(self) -> None:
+        """Let the current stream wait for what was queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@lru_cache
+def _stream_beside(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(caller.device, priority=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring_swa.device import stream_of, to_device
+from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, documents_within
 from dtensor_ring_swa.plan import make_plan
@@ -82,7 +81,7 @@ class Documents:
         if self.mesh is not None:
             group = group_of(self.mesh)
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        return _local(self._rows[row], ranks, rank, Window.of(window), self._device, stream_of(self._device))
+        return _local(self._rows[row], ranks, rank, Window.of(window), self._device)
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
@@ -108,10 +107,8 @@ class Documents:
         return f"Documents({[len(row) - 1 for row in self._rows]} documents in {self.seq_len} tokens)"
 
 
-@lru_cache(maxsize=64)
-def _local(
-    boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device, stream: int
-) -> LocalDocuments:
+@kept(64)
+def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device) -> LocalDocuments:
     plan = make_plan(boundaries[-1], ranks, rank, window, boundaries)
     keys = plan.start - plan.left, plan.stop + plan.right
     spans = list(documents_within(boundaries, (plan.start, plan.stop)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -59,8 +58,8 @@ class Exchange:
     """The messages of one exchange, posted together.
 
     On CPU they are posted at once. On CUDA posting takes the host longer than launching a kernel, so
-    it is put off until ``wait``: the caller launches what does not need the messages first, and they
-    leave from a stream of their own, which waits for what was queued before them and nothing since.
+    it is put off until ``wait``: the caller launches what does not need the messages first, and waits
+    ``Beside`` that.
     """
 
     def __init__(
@@ -75,22 +74,13 @@ class Exchange:
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
         self._posted = group is None or not any(m.numel() for m in messages)
-        self._ready: torch.cuda.Event | None = None
-        if self._posted:
-            return
-        if messages[0].is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-        else:
+        if not self._posted and not messages[0].is_cuda:
             self._post()
 
     def wait(self) -> list[torch.Tensor]:
         """The received messages. On CUDA the current stream waits, not the host."""
-        if not self._posted and self._ready is not None:
-            stream = _exchange_stream(torch.cuda.current_device())
-            with torch.cuda.stream(stream):
-                stream.wait_event(self._ready)
-                self._post()
+        if not self._posted:
+            self._post()
         for work in self._works:
             work.wait()
         # Sent buffers may be freed from here on: the current stream has waited for the last use.
@@ -104,11 +94,6 @@ class Exchange:
             for transfer, message in messages
         ]
         self._works, self._posted = dist.batch_isend_irecv(ops), True
-
-
-@lru_cache
-def _exchange_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def fetch_halo(

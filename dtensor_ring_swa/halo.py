@@ -6,6 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.device import Beside
 from dtensor_ring_swa.exchange import Rows, fetch_halo, return_halo
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
@@ -34,12 +35,15 @@ def halo_forward(
             k, v = keys.of(call)
             kernel.forward(request, q_BSHD[:, rows], k, v, call, out_BSHE[:, rows], lse_BHS[:, :, rows], sinks_H)
 
-    exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
     # Rows that nobody sends, at the edges of the sequence: an output of the op must not differ from run to run.
     halo[Rows.of(k_BSGD, v_BSGE).numel(plan.received_rows) :].zero_()
+    exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
+    beside = Beside(q_BSHD.device, needed=group is not None)
     compute(plan.interior_calls)
-    exchange.wait()
-    compute(plan.boundary_calls)
+    with beside:
+        exchange.wait()
+        compute(plan.boundary_calls)
+    beside.join()
 
 
 def halo_backward(
@@ -65,7 +69,10 @@ def halo_backward(
     keys = KeyRows(plan, k_BSGD, v_BSGE, halo)
     grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
 
-    def compute(calls: tuple[Call, ...]) -> None:
+    # What runs at the same time must not add to the same numbers.
+    boundary_dsinks_H = None if dsinks_H is None else torch.zeros_like(dsinks_H)
+
+    def compute(calls: tuple[Call, ...], dsinks_H: torch.Tensor | None) -> None:
         for call in calls:
             rows = call.rows
             dk, dv = buffers = grads.buffers(call)
@@ -75,8 +82,15 @@ def halo_backward(
             )  # fmt: skip
             grads.add(call, buffers)
 
-    compute(plan.boundary_calls)
-    exchange = return_halo(plan, group, grads.messages(), grads.new_message)
-    compute(plan.interior_calls)
-    dk, dv = grads.total(plan.sends, exchange.wait())
+    beside = Beside(q_BSHD.device, needed=group is not None)
+    with beside:
+        compute(plan.boundary_calls, boundary_dsinks_H)
+        exchange = return_halo(plan, group, grads.messages(), grads.new_message)
+    compute(plan.interior_calls, dsinks_H)
+    with beside:
+        returned = exchange.wait()
+    beside.join()
+    if dsinks_H is not None and boundary_dsinks_H is not None:
+        dsinks_H += boundary_dsinks_H
+    dk, dv = grads.total(plan.sends, returned)
     return dq, dk, dv

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.device import Beside
 from dtensor_ring_swa.exchange import Exchange, Rows, pack
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
@@ -98,7 +99,7 @@ class _Homecoming:
 
     def __init__(self, shape: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self._shape, self._totals = shape, (dk, dv)
-        self._under_way: tuple[Exchange, Transfer | None] | None = None
+        self._under_way: tuple[Exchange, Beside, Transfer | None] | None = None
 
     def add(self, rows: Transfer, shares: Sequence[torch.Tensor]) -> None:
         for total, share in zip(self._totals, shares, strict=True):
@@ -108,13 +109,17 @@ class _Homecoming:
         """Send a step's shares to the source, and expect those of our rows from the target."""
         sends = [] if step.source is None else [(step.source, pack(*shares))]
         receives = [(rows, shares[0].new_empty(self._shape.numel(len(rows)))) for rows in (step.target,) if rows]
-        self._under_way = Exchange(group, sends, receives), step.target
+        exchange = Exchange(group, sends, receives)
+        self._under_way = exchange, Beside(shares[0].device, needed=group is not None), step.target
 
     def arrive(self) -> None:
         """Take the shares that are under way."""
         if self._under_way is not None:
-            exchange, rows = self._under_way
-            for message in exchange.wait():
+            exchange, beside, rows = self._under_way
+            with beside:
+                arrived = exchange.wait()
+            beside.join()
+            for message in arrived:
                 assert rows is not None
                 self.add(rows, self._shape.unpack(message, len(rows)))
         self._under_way = None
@@ -140,7 +145,10 @@ def _passing_keys(
             if source is not None:
                 receives = [(source, k_BSGD.new_empty(shape.numel(len(source))))]
             coming = Exchange(group, sends, receives)
+        beside = Beside(k_BSGD.device, needed=coming is not None and group is not None)
         yield step, k, v
         if coming is not None:
-            received = coming.wait()
+            with beside:
+                received = coming.wait()
+            beside.join()
             k, v = shape.unpack(received[0], len(source)) if received and source else (k[:, :0], v[:, :0])

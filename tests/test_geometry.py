@@ -26,8 +26,8 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
 # Every import points to the left. A new module takes its place here.
 ORDER = (
-    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "deal", "keys",
-    "device", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
+    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "device", "deal",
+    "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
     "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.split_keys",
     "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
     "rotate", "schedule", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
 
 from dtensor_ring_swa.block import Block, Call
-from dtensor_ring_swa.device import stream_of, to_device
+from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.kernels.flash_band import FlashWindow
 
 
@@ -37,6 +36,7 @@ class Group:
     max_seqlen_k: int
 
 
+@kept(256)
 def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
     """The fewest calls that compute each block once, ready on the device; None if blocks do not suit.
 
@@ -44,11 +44,6 @@ def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
     than keys (see ``flash_band``). The last document of a shard may be a call of its own: where a
     window has a right side, its last key is not aligned with its last query as in the others.
     """
-    return _flash_groups(call, device, stream_of(device))
-
-
-@lru_cache(maxsize=256)
-def _flash_groups(call: Call, device: torch.device, stream: int) -> tuple[Group, ...] | None:
     if call.keys_overlap or not call.covers_rows:
         return None
     if any(b.q_len > b.k_len for b in call.blocks):

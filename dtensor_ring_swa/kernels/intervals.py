@@ -7,12 +7,11 @@ device, made there from a few integers a block, and kept: the layers of a model 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from functools import lru_cache
 
 import torch
 
 from dtensor_ring_swa.block import Block, Call, in_layers
-from dtensor_ring_swa.device import stream_of, to_device
+from dtensor_ring_swa.device import kept, to_device
 
 # Calls that are kept; the intervals of one take 8 bytes a row and layer.
 KEPT = 64
@@ -55,23 +54,15 @@ class _Span:
         return max(other_lo - hi, lo - other_hi) <= _NEAR
 
 
+@kept(KEPT)
 def intervals_of_queries(call: Call, device: torch.device) -> torch.Tensor:
     """The keys that each query row sees: int32 ``[layers, 2, q_len]``, first and end; 0 and 0 if none."""
-    return _of_queries(call, device, stream_of(device))
-
-
-def intervals_of_keys(call: Call, device: torch.device) -> torch.Tensor:
-    """The queries that see each key row: int32 ``[layers, 2, k_len]``, first and end; 0 and 0 if none."""
-    return _of_keys(call, device, stream_of(device))
-
-
-@lru_cache(maxsize=KEPT)
-def _of_queries(call: Call, device: torch.device, stream: int) -> torch.Tensor:
     return _intervals([_Span.of_queries(block) for block in call.blocks], call.q_len, device)
 
 
-@lru_cache(maxsize=KEPT)
-def _of_keys(call: Call, device: torch.device, stream: int) -> torch.Tensor:
+@kept(KEPT)
+def intervals_of_keys(call: Call, device: torch.device) -> torch.Tensor:
+    """The queries that see each key row: int32 ``[layers, 2, k_len]``, first and end; 0 and 0 if none."""
     return _intervals([_Span.of_keys(block) for block in call.blocks], call.k_len, device)
 
 

@@ -7,13 +7,12 @@ with its own copy of the keys, and the parts are summed in float32, always in th
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.device import stream_of, to_device
+from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_keys
 
 # Key rows of a part, and its query rows.
@@ -48,13 +47,9 @@ class SplitKeys(NamedTuple):
         return sums.view(-1, batch, *row).transpose(0, 1).index_select(1, self.places)
 
 
+@kept(KEPT)
 def split_keys(call: Call, device: torch.device) -> tuple[torch.Tensor, SplitKeys | None]:
     """``intervals_of_keys`` without the keys that are split, and those."""
-    return _split_keys(call, device, stream_of(device))
-
-
-@lru_cache(maxsize=KEPT)
-def _split_keys(call: Call, device: torch.device, stream: int) -> tuple[torch.Tensor, SplitKeys | None]:
     bounds, tiles = intervals_of_keys(call, device), _tiles(call)
     if not tiles:
         return bounds, None
