@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -121,10 +121,8 @@ def accumulated(compiled: bool, seq_len: int = 12, dtype: torch.dtype = torch.fl
     """Gradients of two batches under FSDP2 over the context-parallel ranks, against one process in float64."""
     mesh, model, alone = cp_mesh(case_of(seq_len, device=device)), Model().to(device, dtype), Model().to(device)
     parallelize_module(model, mesh, {"layers.*.core": ContextParallel()})
-    modules = [fully_shard(each, mesh=mesh, reshard_after_forward=True) for each in (*model.layers, model)]
-    for each in modules:
-        assert isinstance(each, FSDPModule)
-        each.set_gradient_divide_factor(1.0)  # the loss is a sum
+    for each in (*model.layers, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=True)
     if compiled:
         torch._dynamo.reset()
         counters.clear()
@@ -133,7 +131,8 @@ def accumulated(compiled: bool, seq_len: int = 12, dtype: torch.dtype = torch.fl
     for step, last in ((0, False), (1, True)):
         model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
         whole = batch(step, seq_len).to(device)
-        model(shard_sequence(mesh, whole.to(dtype))).square().sum().backward()
+        loss = model(shard_sequence(mesh, whole.to(dtype))).square().sum()
+        (loss * mesh.size()).backward()  # FSDP2 takes the mean of the ranks' gradients, and the loss is a sum
         alone(whole).square().sum().backward()
     assert not compiled or counters["stats"]["unique_graphs"]
     worst = 0.0

@@ -145,7 +145,7 @@ def record(step: Step, stream: Any, same_stream: bool) -> tuple[Tensors, Callabl
     """
     if stream is None:
         held = step()
-        return held, lambda: [x.copy_(new) for x, new in zip(held, step(), strict=True)] and None
+        return held, partial(copy_step, step, held)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -155,6 +155,11 @@ def record(step: Step, stream: Any, same_stream: bool) -> tuple[Tensors, Callabl
     with torch.cuda.graph(graph, stream=stream if same_stream else None):
         held = step()
     return held, graph.replay
+
+
+def copy_step(step: Step, held: Tensors) -> None:
+    for x, new in zip(held, step(), strict=True):
+        x.copy_(new)
 
 
 def replayed(case: Case, sharded: bool, same_stream: bool) -> list[float]:

@@ -142,7 +142,7 @@ def attached(
 def in_bfloat16(
     name: str, sharers: int, seq_len: int = 26, device: str = "cpu"
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How far logits and gradients in bfloat16 are from float32 with the same weights: of "ring", and of one process."""
+    """How far logits and gradients in bfloat16 are from those in float32: of "ring", and of eager in one process."""
     tokens, mesh = tokens_of(2, seq_len).to(device), mesh_here(sharers, device)
     labels, found = next_token_labels(tokens), []
     for dtype, attach in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
