@@ -16,6 +16,7 @@ from dtensor_ring_swa import Window, ring_attention, shard_sequence
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.testing import dense_attention
 
+HALF = {torch.bfloat16, torch.float16}
 PLACEMENTS = {"dp": Shard(0), "cp": Shard(1), "tp": Shard(2), "rep": Replicate()}
 
 
@@ -186,11 +187,16 @@ def errors(case: Case) -> dict[str, float]:
     for name, x, y in zip(names, got, [*want, *whole], strict=True):
         assert x.shape == y.shape, f"{name}: shape {tuple(x.shape)}, expected {tuple(y.shape)}"
         assert torch.isfinite(x).all(), f"{name} is not finite"
-        if x.dtype in (torch.bfloat16, torch.float16) or case.dtype in (torch.bfloat16, torch.float16):
-            result[name] = float((x.double() - y).norm() / y.norm()) if y.norm() else float(x.double().norm())
-        else:
-            result[name] = float((x.double() - y).abs().max()) if x.numel() else 0.0
+        result[name] = apart(x, y, relative=case.dtype in HALF)
     return result
+
+
+def apart(x: torch.Tensor, y: torch.Tensor, relative: bool) -> float:
+    """How far ``x`` is from ``y``, which is more exact: at most, or as a part of y's norm."""
+    difference, norm = x.double() - y, float(y.double().norm())
+    if not relative:
+        return float(difference.abs().max()) if x.numel() else 0.0
+    return float(difference.norm()) / (norm or 1.0)
 
 
 def mesh_ranks(case: Case) -> int:

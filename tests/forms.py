@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring_swa import ContextParallel, RingAttention, ring_attention, shard_sequence
 
-from cases import PLACEMENTS, Case, expected, mesh_of
+from cases import HALF, PLACEMENTS, Case, apart, expected, mesh_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -32,14 +32,18 @@ class Around(nn.Module):
         return self.core(q, k, v)
 
 
-def case_of(seq_len: int, window: tuple[int, int] = (3, 0), dtype: torch.dtype = torch.float64) -> Case:
+def case_of(
+    seq_len: int, window: tuple[int, int] = (3, 0), dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Case:
     """Two batches, 4 query heads on 2 key/value heads, the sequence on all ranks."""
     ranks = dist.get_world_size()
-    return Case(batch=2, seq_len=seq_len, q_heads=4, kv_heads=2, window=window, mesh=(ranks,), dtype=dtype)
+    return Case(
+        batch=2, seq_len=seq_len, q_heads=4, kv_heads=2, window=window, mesh=(ranks,), dtype=dtype, device=device
+    )  # fmt: skip
 
 
 def cp_mesh(case: Case) -> DeviceMesh:
-    return mesh_of(case.mesh, case.axes)["cp"]
+    return mesh_of(case.mesh, case.axes, case.device)["cp"]
 
 
 def attend(form: str, case: Case, seq_len: int | None = None) -> Attend:
@@ -55,7 +59,7 @@ def inputs(form: str, case: Case) -> list[torch.Tensor]:
     """q, k, v and dout as this form takes them: DTensors, or this rank's shards."""
     if form != "dtensor":
         return [x.clone() for x in shard_sequence(cp_mesh(case), *case.inputs())]
-    mesh = mesh_of(case.mesh, case.axes)
+    mesh = mesh_of(case.mesh, case.axes, case.device)
     axes = [PLACEMENTS[axis] for axis in case.axes]
     kv_axes = [Replicate() if axis == "tp" and case.shared_kv else PLACEMENTS[axis] for axis in case.axes]
     return [
@@ -77,11 +81,16 @@ def distance(form: str, case: Case, function: Attend, mark: bool = False, grad: 
 def from_oracle(case: Case, got: list[torch.Tensor]) -> float:
     """The largest distance of out and, where given, dq, dk and dv, DTensors or shards, from the oracle."""
     out, _, *grads = expected(case)
+    return from_whole(case, got, [out, *grads][: len(got)], relative=case.dtype in HALF)
+
+
+def from_whole(case: Case, got: list[torch.Tensor], want: list[torch.Tensor], relative: bool) -> float:
+    """The largest distance of DTensors or shards from what one process has; see ``apart``."""
     worst = 0.0
-    for x, y in zip(got, (out, *grads)[: len(got)], strict=True):
+    for x, y in zip(got, want, strict=True):
         whole = isinstance(x, DTensor)
         mine = y if whole else shard_sequence(cp_mesh(case), y)
         x = cast(DTensor, x).full_tensor() if whole else x
         assert x.shape == mine.shape
-        worst = max(worst, float((x - mine).abs().max()))
+        worst = max(worst, apart(x, mine, relative))
     return worst

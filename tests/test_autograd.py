@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,7 +23,7 @@ from dtensor_ring_swa import ContextParallel, RingAttention, ring_attention, sha
 from dtensor_ring_swa.schedule import Schedule
 from dtensor_ring_swa.testing import RankPool
 
-from cases import Case
+from cases import Case, apart
 from forms import FORMS, Attend, attend, case_of, cp_mesh, distance, from_oracle, inputs
 
 Pools = Callable[[int], RankPool]
@@ -52,9 +52,17 @@ def save_attention(policy: CheckpointPolicy, _: Any, op: Any, *args: Any, **kwar
     return policy if op is OP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(form: str, options: dict[str, Any], policy: CheckpointPolicy | None) -> tuple[float, int]:
+def checkpointed(
+    form: str,
+    options: dict[str, Any],
+    policy: CheckpointPolicy | None,
+    seq_len: int = 12,
+    window: tuple[int, int] = (4, 1),
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> tuple[float, int]:
     """The distance from the oracle, and how often attention ran."""
-    case = case_of(12, (4, 1))
+    case = case_of(seq_len, window, dtype, device)
     if policy is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(save_attention, policy))
     function = partial(checkpoint, attend(form, case), use_reentrant=False, **options)
@@ -105,18 +113,16 @@ class Model(nn.Module):
         return x
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(1, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+def batch(step: int, seq_len: int) -> torch.Tensor:
+    return torch.randn(1, seq_len, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-def accumulated(compiled: bool) -> float:
-    """Gradients of two batches under FSDP2 over the context-parallel ranks, against one process."""
-    mesh, model, alone = cp_mesh(case_of(12)), Model(), Model()
+def accumulated(compiled: bool, seq_len: int = 12, dtype: torch.dtype = torch.float64, device: str = "cpu") -> float:
+    """Gradients of two batches under FSDP2 over the context-parallel ranks, against one process in float64."""
+    mesh, model, alone = cp_mesh(case_of(seq_len, device=device)), Model().to(device, dtype), Model().to(device)
     parallelize_module(model, mesh, {"layers.*.core": ContextParallel()})
-    modules = [fully_shard(each, mesh=mesh, reshard_after_forward=True) for each in (*model.layers, model)]
-    for each in modules:
-        assert isinstance(each, FSDPModule)
-        each.set_gradient_divide_factor(1.0)  # the loss is a sum
+    for each in (*model.layers, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=True)
     if compiled:
         torch._dynamo.reset()
         counters.clear()
@@ -124,13 +130,15 @@ def accumulated(compiled: bool) -> float:
             layer.compile(fullgraph=True, backend="aot_eager")
     for step, last in ((0, False), (1, True)):
         model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
-        model(shard_sequence(mesh, batch(step))).square().sum().backward()
-        alone(batch(step)).square().sum().backward()
+        whole = batch(step, seq_len).to(device)
+        loss = model(shard_sequence(mesh, whole.to(dtype))).square().sum()
+        (loss * mesh.size()).backward()  # FSDP2 takes the mean of the ranks' gradients, and the loss is a sum
+        alone(whole).square().sum().backward()
     assert not compiled or counters["stats"]["unique_graphs"]
     worst = 0.0
     for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
         assert isinstance(mine.grad, DTensor) and whole.grad is not None
-        worst = max(worst, float((mine.grad.full_tensor() - whole.grad).abs().max()))
+        worst = max(worst, apart(mine.grad.full_tensor(), whole.grad, relative=True))
     return worst
 
 
@@ -142,8 +150,10 @@ def test_fsdp_accumulates_gradients_of_checkpointed_layers(pools: Pools, compile
 # Autocast
 
 
-def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+def autocast(
+    dtype: torch.dtype = torch.bfloat16, enabled: bool = True, device: str = "cpu"
+) -> AbstractContextManager[Any]:
+    return torch.autocast(device, dtype=dtype, enabled=enabled)
 
 
 def results(function: Attend, given: list[torch.Tensor], outside: AbstractContextManager[Any]) -> list[torch.Tensor]:
@@ -155,13 +165,15 @@ def results(function: Attend, given: list[torch.Tensor], outside: AbstractContex
     return [x.to_local() if isinstance(x, DTensor) else x for x in (out.detach(), *grads)]
 
 
-def run_autocast(form: str) -> tuple[list[torch.dtype], bool]:
+def run_autocast(
+    form: str, seq_len: int = 12, window: tuple[int, int] = (4, 1), device: str = "cpu"
+) -> tuple[list[torch.dtype], bool]:
     """The dtypes of out and dq, dk, dv, and whether they are those of a call with bfloat16."""
-    case = case_of(12, (4, 1), torch.float32)
+    case = case_of(seq_len, window, torch.float32, device)
     function, given = attend(form, case), inputs(form, case)[:3]
 
     def cast(*qkv: torch.Tensor) -> torch.Tensor:
-        with autocast():
+        with autocast(device=device):
             return function(*qkv)
 
     def by_hand(*qkv: torch.Tensor) -> torch.Tensor:

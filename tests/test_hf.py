@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import masking_utils
 
-from dtensor_ring_swa import Window, next_token_labels, positions, shard_sequence
+from dtensor_ring_swa import Window, gather_sequence, next_token_labels, positions, shard_sequence
 from dtensor_ring_swa.integrations import hf
 from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward
 from dtensor_ring_swa.integrations.hf_mask import RingMask
@@ -28,7 +28,7 @@ from dtensor_ring_swa.integrations.hf_window import read_window
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.testing import RankPool
 
-from cases import mesh_of
+from cases import apart, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def tokens_of(batch: int, seq_len: int) -> torch.Tensor:
     return torch.randint(64, (batch, seq_len), generator=torch.Generator().manual_seed(0))
 
 
-def mesh_here(sharers: int = 2) -> Any:
-    """The context-parallel axis: all four ranks, or two pairs that do the same."""
-    return mesh_of((dist.get_world_size() // sharers, sharers), ("dp", "cp"))["cp"]
+def mesh_here(sharers: int = 2, device: str = "cpu") -> Any:
+    """The context-parallel axis: all ranks, or of four two pairs that do the same."""
+    return mesh_of((dist.get_world_size() // sharers, sharers), ("dp", "cp"), device)["cp"]
 
 
 def run(model: Any, labels: torch.Tensor, count: int, inside: Any = None, **inputs: Any) -> torch.Tensor:
@@ -93,10 +93,17 @@ def run(model: Any, labels: torch.Tensor, count: int, inside: Any = None, **inpu
 
 
 @lru_cache
-def alone(name: str, batch: int, ids: tuple[tuple[int, ...], ...] | None, **inputs: Any) -> Any:
+def alone(
+    name: str,
+    batch: int,
+    ids: tuple[tuple[int, ...], ...] | None,
+    seq_len: int = 26,
+    device: str = "cpu",
+    **inputs: Any,
+) -> Any:
     """Logits, and gradients by parameter, of eager attention in one process; ``ids`` are position_ids."""
-    model, tokens = model_of(name), tokens_of(batch, 26)
-    inputs = inputs if ids is None else {**inputs, "position_ids": torch.tensor(ids)}
+    model, tokens = model_of(name).to(device), tokens_of(batch, seq_len).to(device)
+    inputs = inputs if ids is None else {**inputs, "position_ids": torch.tensor(ids, device=device)}
     logits = run(model, next_token_labels(tokens), tokens.numel(), input_ids=tokens, **inputs)
     return logits, {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -113,14 +120,53 @@ def difference(model: Any, mesh: Any, logits: torch.Tensor, want: Any) -> tuple[
     return worst, max(float((grads[name] - gradients[name]).abs().amax()) for name in grads)
 
 
-def attached(name: str, sharers: int, ids: Any = None, changed: Any = None, **inputs: Any) -> tuple[float, float]:
+def attached(
+    name: str,
+    sharers: int,
+    ids: Any = None,
+    changed: Any = None,
+    seq_len: int = 26,
+    device: str = "cpu",
+    **inputs: Any,
+) -> tuple[float, float]:
     """How far the sharded model is from the whole; ``ids`` are position_ids, ``changed`` other configuration."""
-    model, tokens, mesh = model_of(name, **(changed or {})), tokens_of(2, 26), mesh_here(sharers)
+    model, tokens = model_of(name, **(changed or {})).to(device), tokens_of(2, seq_len).to(device)
+    mesh = mesh_here(sharers, device)
     hf.attach(model, mesh)
     mine, labels = shard_sequence(mesh, tokens, next_token_labels(tokens))
-    placed = {} if ids is None else {"position_ids": shard_sequence(mesh, torch.tensor(ids))}
+    placed = {} if ids is None else {"position_ids": shard_sequence(mesh, torch.tensor(ids, device=device))}
     logits = run(model, labels, tokens.numel(), input_ids=mine, **placed, **inputs)
-    return difference(model, mesh, logits, alone(name, 2, ids, **inputs))
+    return difference(model, mesh, logits, alone(name, 2, ids, seq_len, device, **inputs))
+
+
+def in_bfloat16(
+    name: str, sharers: int, seq_len: int = 26, device: str = "cpu"
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """How far logits and gradients in bfloat16 are from those in float32: of "ring", and of eager in one process."""
+    tokens, mesh = tokens_of(2, seq_len).to(device), mesh_here(sharers, device)
+    labels, found = next_token_labels(tokens), []
+    for dtype, attach in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
+        model = model_of(name).to(device, torch.bfloat16).to(dtype)
+        shards = tokens, labels
+        if attach:
+            hf.attach(model, mesh)
+            shards = shard_sequence(mesh, tokens, labels)
+        logits = run(model, shards[1], tokens.numel(), input_ids=shards[0])
+        grads = torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+        if attach:
+            logits = gather_sequence(mesh, logits)
+            dist.all_reduce(grads, group=mesh.get_group())
+        found.append((logits, grads))
+    (logits, grads), ring, eager = found
+    return (apart(ring[0], logits, True), apart(ring[1], grads, True)), (
+        apart(eager[0], logits, True),
+        apart(eager[1], grads, True),
+    )
+
+
+def test_bfloat16_is_as_exact_as_eager(ranks: RankPool) -> None:
+    for ring, eager in ranks.run(in_bfloat16, "mistral", 4):
+        assert all(0 < mine < 1.5 * theirs for mine, theirs in zip(ring, eager, strict=True)), (ring, eager)
 
 
 def worst(results: list[tuple[float, float]]) -> float:

@@ -55,12 +55,13 @@ class Gives(nn.Module):
         return self.make(*self.seen)
 
 
-def cp_mesh() -> DeviceMesh:
-    return mesh_of((dist.get_world_size(),), ("cp",))
+def cp_mesh(device: str = "cpu") -> DeviceMesh:
+    return mesh_of((dist.get_world_size(),), ("cp",), device)
 
 
-def qkv(seq_len: int, heads: int = 2) -> list[torch.Tensor]:
-    return list(torch.randn(3, 2, seq_len, heads, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+def qkv(seq_len: int, heads: int = 2, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randn(3, 2, seq_len, heads, 4, dtype=torch.float64, generator=generator).to(device))
 
 
 def mine(x: torch.Tensor) -> torch.Tensor:
@@ -90,11 +91,19 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return max(float((x - y).abs().amax()) if x.numel() else 0.0 for x, y in pairs)
 
 
-def distance_in_a_plan(seq_len: int, keywords: bool, stated: bool, window: tuple[int, int]) -> float:
+def distance_in_a_plan(
+    seq_len: int,
+    keywords: bool,
+    stated: bool,
+    window: tuple[int, int],
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> float:
     """How far a layer of the plan with WINDOW is from one process with ``window``."""
     style = ContextParallel(seq_len=seq_len) if stated else ContextParallel()
-    layer = parallelize_module(Layer(WINDOW, keywords), cp_mesh(), {"core": style})
-    return error(run_sharded(layer, qkv(seq_len)), run_whole(window, qkv(seq_len)))
+    layer = parallelize_module(Layer(WINDOW, keywords), cp_mesh(device), {"core": style})
+    inputs = qkv(seq_len, device=device)
+    return error(run_sharded(layer, [x.to(dtype) for x in inputs]), run_whole(window, inputs))
 
 
 # On 4 ranks: 2,2,2,1 and, with the last rank empty, 1,1,1,0.

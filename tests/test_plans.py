@@ -111,11 +111,11 @@ def test_what_a_plan_cannot_do_raises_and_changes_nothing(
     assert message in said and changed == []
 
 
-def distance_from_one_process(length: int) -> float:
-    x = torch.randn(2, length, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mesh, model = mesh_of((2,), ("cp",)), Model()
+def distance_from_one_process(length: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> float:
+    x = torch.randn(2, length, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
+    mesh, model = mesh_of((dist.get_world_size(),), ("cp",), device), Model()
     want = shard_sequence(mesh, model(x))
-    got = apply_context_parallel(model, mesh, ["layers.*.core"])(shard_sequence(mesh, x))
+    got = apply_context_parallel(model, mesh, ["layers.*.core"])(shard_sequence(mesh, x.to(dtype)))
     assert not isinstance(got, DTensor)
     return float((got - want).abs().max())
 

@@ -21,7 +21,7 @@ from dtensor_ring_swa.schedule import Schedule
 from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.testing.dense import visible
 
-from cases import Case, mesh_of
+from cases import HALF, Case, apart, mesh_of
 
 Pools = Callable[[int], RankPool]
 TOLERANCE = 1e-10
@@ -38,7 +38,7 @@ def whole(case: Case) -> list[torch.Tensor]:
 
 
 def sharded(case: Case) -> list[DTensor]:
-    mesh = mesh_of(case.mesh, case.axes)
+    mesh = mesh_of(case.mesh, case.axes, case.device)
     axes: list[Placement] = [PLACEMENTS[axis] for axis in case.axes]
     shared: list[Placement] = [
         Replicate() if axis == "tp" and case.shared_kv else PLACEMENTS[axis] for axis in case.axes
@@ -48,20 +48,20 @@ def sharded(case: Case) -> list[DTensor]:
 
 
 def far(case: Case, attend: Attend, is_causal: bool) -> float:
-    """The largest distance of out and gradients from one process's SDPA with a mask in place of the window."""
+    """The largest distance of out and gradients from one process's float64 SDPA with a mask in place of the window."""
     q, k, v, dout = sharded(case)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     assert isinstance(out, DTensor) and out.placements == q.placements
     got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    q, k, v, dout = whole(case)
+    q, k, v, dout = (x.double() for x in whole(case))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    mask = visible(case.seq_len, case.window[0], 0 if is_causal else case.window[1])
+    mask = visible(case.seq_len, case.window[0], 0 if is_causal else case.window[1]).to(case.device)
     out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, scale=case.scale, enable_gqa=True)
     want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     pairs = [(x.full_tensor(), y) for x, y in zip(got, want, strict=True) if isinstance(x, DTensor)]
     assert len(pairs) == 4 and all(x.shape == y.shape for x, y in pairs)
-    return max(float((x - y).abs().max()) for x, y in pairs)
+    return max(apart(x, y, case.dtype in HALF) for x, y in pairs)
 
 
 # The same numbers as one process

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from dtensor_ring_swa import ContextParallel, Documents, RingAttention, Window, apply_context_parallel, shard_sequence
 from dtensor_ring_swa.testing import RankPool, dense_attention
 
-from cases import mesh_of
+from cases import apart, mesh_of
 
 Pools = Callable[[int], RankPool]
 BATCH, WIDTH, HEAD_DIM, KV_HEADS = 2, 16, 4, 2
@@ -85,17 +85,23 @@ def distances(model: Model, mesh: DeviceMesh, ranks: str, heads: int) -> dict[st
     for layer in model.layers:
         fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
-    x = shard_sequence(mesh["cp"], inputs()[rows])
+    x = shard_sequence(mesh["cp"], inputs()[rows].to(next(model.parameters())))
     # FSDP2 takes the mean of the ranks' gradients.
     loss = model(x, Documents([*BOUNDARIES][rows], mesh["cp"])) * everyone.size()
     loss.backward()
     want, got = alone(heads), gradients(model)
     assert got.keys() == want.keys() and all(want[f"layers.{layer}.sinks"].abs().min() > 1e-3 for layer in (0, 1))
-    return {name: float((got[name] - each).abs().max()) for name, each in want.items()}
+    return {name: apart(got[name].cpu(), each, relative=True) for name, each in want.items()}
 
 
-def with_fsdp(shape: tuple[int, ...], axes: tuple[str, ...], heads: int) -> dict[str, float]:
-    mesh, model = mesh_of(shape, axes), Model(heads)
+def with_fsdp(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    heads: int,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> dict[str, float]:
+    mesh, model = mesh_of(shape, axes, device), Model(heads).to(device, dtype)
     apply_context_parallel(model, mesh["cp"], {"layers.*.core": ContextParallel()})
     return distances(model, mesh, "dp_cp" if "dp" in axes else "cp", heads)
 

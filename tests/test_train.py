@@ -38,10 +38,10 @@ def source(args: argparse.Namespace) -> torch.Tensor | Packed:
     return Packed(text, tuple(accumulate(SIZES))) if args.pack else text
 
 
-def steps(*flags: str) -> list[dict[str, float]]:
+def steps(*flags: str, device: str = "cpu") -> list[dict[str, float]]:
     """The metrics of a run on all ranks of this pool."""
     args = train.arguments([*SMALL, *flags], dist.get_world_size())
-    return list(train.train(args, source(args), torch.device("cpu")))
+    return list(train.train(args, source(args), torch.device(device)))
 
 
 def on_mesh(pools: Pools, dp: int, cp: int, *flags: str, tp: int = 1) -> list[dict[str, float]]:
