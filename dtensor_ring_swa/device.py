@@ -33,13 +33,15 @@ def kept(entries: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
         @wraps(make)
         def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            on_gpu = isinstance(args[-1], torch.device) and args[-1].type == "cuda"
+            device = args[-1]
+            assert isinstance(device, torch.device)
+            on_gpu = device.type == "cuda"
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 if args not in captured:
                     captured[args] = _of_warm_up(by_stream(*args))
                 return captured[args]
             found = by_stream(*args)
-            stream = torch.cuda.current_stream(args[-1]).cuda_stream if on_gpu else 0
+            stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
             if stream not in found:
                 found[stream] = make(*args, **kwargs)
             return found[stream]

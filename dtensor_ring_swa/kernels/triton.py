@@ -60,12 +60,12 @@ def forward(
     """Write out and lse; see ``Kernel.forward``."""
     if not out_BMHE.numel():
         return
-    tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD)
     bounds = intervals_of_queries(call, q_BMHD.device)
+    tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD, len(bounds))
     with torch.cuda.device_of(q_BMHD):
         _programs().forward[tiles, k_BNGD.shape[2], q_BMHD.shape[0]](
             _strided(q_BMHD), _strided(k_BNGD), _strided(v_BNGE), None if sinks_H is None else sinks_H.contiguous(),
-            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], len(bounds), *_scales(request),
+            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], len(bounds), _scales(request),
             **options,
         )  # fmt: skip
 
@@ -97,18 +97,18 @@ def backward(
     dout, q, out = map(_strided, (dout_BMHE, q_BMHD, out_BMHE))
 
     def keys_pass(program: int, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
-        _, tiles, options = options_for(program, request, q_BMHD, tensors[0])
+        _, tiles, options = options_for(program, request, q_BMHD, tensors[0], len(bounds))
         _programs().backward_keys[tiles, groups, batch](
-            dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), *_scales(request),
+            dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), _scales(request),
             request.scale, **options,
         )  # fmt: skip
 
     with torch.cuda.device_of(q_BMHD):
         bounds = intervals_of_queries(call, q_BMHD.device)
-        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD)
+        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD, len(bounds))
         _programs().backward_queries[tiles, groups, batch](
             dout, q, _strided(k_BNGD), _strided(v_BNGE), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
-            q_BMHD.shape[1], len(bounds), *_scales(request), request.scale, **options,
+            q_BMHD.shape[1], len(bounds), _scales(request), request.scale, **options,
         )  # fmt: skip
         bounds, split = split_keys(call, q_BMHD.device)
         keys_pass(DKDV, bounds, k_BNGD, v_BNGE, dk_BNGD, dv_BNGE)

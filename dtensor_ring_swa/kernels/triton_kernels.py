@@ -7,8 +7,9 @@ A program holds one tile and walks over the other side's rows that any of its ow
 all of its rows see whole are not masked. Scores are in units of log 2, and softmax is taken with exp2.
 
 A tensor comes as ``(pointer, batch stride, row stride, head stride, column stride)``, compile-time sizes
-as a ``Sizes``, ``bounds`` from ``intervals.py``, and ``terms`` as ``(pointer, length)``: for each batch row
-and group lse and rowsum(dout * out) of the packed rows.
+as a ``Sizes``, ``bounds`` from ``intervals.py``, ``scales`` as factor and cap, and ``terms`` as ``(pointer,
+length)``: for each batch row and group lse and rowsum(dout * out) of the packed rows. ``sees`` is where a tile is,
+``(batch, group)``, and each row's first and last key. As few keys as sink tokens are have a tile of their size.
 """
 
 # Inside programs Triton's ranges are iterated and constants are plain values, which its types do not say.
@@ -33,13 +34,13 @@ def _tanh(x):
 
 
 @triton.jit
-def _scores(a, b, scale, cap, CAPPED: tl.constexpr):
+def _scores(a, b, scales, CAPPED: tl.constexpr):
     """Scores of the rows of ``a`` and ``b``, and the slope of the softcap at each."""
-    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scales[0]
     slope = 1.0
     if CAPPED:
         t = _tanh(s)
-        s, slope = t * cap, 1 - t * t
+        s, slope = t * scales[1], 1 - t * t
     return s, slope
 
 
@@ -86,21 +87,47 @@ def _interval(bounds, layer, rows, count, G: tl.constexpr, ALIGN: tl.constexpr, 
 
 
 @triton.jit
-def _keys(
-    x, batch, group, first, last, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr
-):
+def _keys(x, sees, first, last, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
     keys = tl.arange(0, KEYS)
-    return _load(x, _rows(x, batch, first, group, keys, 0), first + keys < last, WIDTH, PADDED, MASKED)
+    rows = _rows(x, sees[0][0], first, sees[0][1], keys, 0)
+    return _load(x, rows, first + keys < last, WIDTH, PADDED, MASKED)
+
+
+@triton.jit
+def _visible(sees, first, KEYS: tl.constexpr):
+    """Which keys of a tile each row sees."""
+    keys = first + tl.arange(0, KEYS)[None, :]
+    return (keys >= sees[1][:, None]) & (keys < sees[2][:, None])
+
+
+@triton.jit
+def _attend(
+    q_tile, k, v, first, last, sees, acc, top, total, scales, KEYS: tl.constexpr, MASKED: tl.constexpr, S: tl.constexpr
+):
+    """Go on with softmax over a tile of keys: the weighted sum of values, the largest score, the sum of weights."""
+    k_tile = _keys(k, sees, first, last, KEYS, S.D, S.PADDED_D, MASKED)
+    s, _ = _scores(q_tile, k_tile, scales, S.CAPPED)
+    if MASKED:
+        s = tl.where(_visible(sees, first, KEYS), s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    # A row that has seen no key yet is at -inf, which must not be subtracted from itself.
+    base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(top - base)
+    v_tile = _keys(v, sees, first, last, KEYS, S.E, S.PADDED_E, MASKED)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+    return acc, new, total * shrink + tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=["M"])
-def forward(q, k, v, sinks, out, lse, bounds, M, layers, scale, cap, S: tl.constexpr):
+def forward(q, k, v, sinks, out, lse, bounds, M, layers, scales, S: tl.constexpr):
     """Write out and lse of one tile of packed query rows."""
     ROWS: tl.constexpr = S.ROWS
     WIDTH: tl.constexpr = S.PADDED_E
     # With a causal window the last tiles have the most to do, so they go first.
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     group, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
+    place = batch, group
     row, head, exist = packed // S.G, packed % S.G, packed < M * S.G
     q_tile = _load(q, _rows(q, batch, 0, group * S.G, row, head), exist, S.D, S.PADDED_D, True)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -111,22 +138,17 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scale, cap, S: tl.const
         total += 1
     for layer in range(layers):
         lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
-        for part in tl.static_range(3):
-            for first in tl.range(edges[part], edges[part + 1], S.KEYS):
-                k_tile = _keys(k, batch, group, first, edges[part + 1], S.KEYS, S.D, S.PADDED_D, part != 1)
-                s, _ = _scores(q_tile, k_tile, scale, cap, S.CAPPED)
-                if part != 1:
-                    keys = first + tl.arange(0, S.KEYS)[None, :]
-                    s = tl.where((keys >= lo[:, None]) & (keys < hi[:, None]), s, float("-inf"))
-                new = tl.maximum(top, tl.max(s, 1))
-                # A row that has seen no key yet is at -inf, which must not be subtracted from itself.
-                base = tl.where(new == float("-inf"), 0.0, new) if part != 1 else new
-                p = tl.exp2(s - base[:, None])
-                shrink = tl.exp2(top - base)
-                total = total * shrink + tl.sum(p, 1)
-                v_tile = _keys(v, batch, group, first, edges[part + 1], S.KEYS, S.E, S.PADDED_E, part != 1)
-                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
-                top = new
+        sees = place, lo, hi
+        few = edges[3] - edges[0] <= S.FEW if S.FEW > 0 else False
+        if few:
+            acc, top, total = _attend(q_tile, k, v, edges[0], edges[3], sees, acc, top, total, scales, S.FEW, True, S)
+        else:
+            for part in tl.static_range(3):
+                last = edges[part + 1]
+                for first in tl.range(edges[part], last, S.KEYS):
+                    acc, top, total = _attend(
+                        q_tile, k, v, first, last, sees, acc, top, total, scales, S.KEYS, part != 1, S
+                    )
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     rows = _rows(out, batch, 0, group * S.G, row, head)
@@ -135,13 +157,31 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scale, cap, S: tl.const
     tl.store(_rows(lse, batch, 0, group * S.G, row, head), row_lse, mask=exist)
 
 
+@triton.jit
+def _attend_back(
+    q_tile, dout_tile, k, v, first, last, sees, row_lse, delta, acc, scales, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Add to dq, without its factor, what comes through a tile of keys."""
+    k_tile = _keys(k, sees, first, last, KEYS, S.D, S.PADDED_D, MASKED)
+    v_tile = _keys(v, sees, first, last, KEYS, S.E, S.PADDED_E, MASKED)
+    s, slope = _scores(q_tile, k_tile, scales, S.CAPPED)
+    p = tl.exp2(s - row_lse[:, None])
+    if MASKED:
+        p = tl.where(_visible(sees, first, KEYS), p, 0.0)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
+    ds = p * (dp - delta[:, None]) * slope
+    return tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["M"])
-def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scale, cap, dq_scale, S: tl.constexpr):
+def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scales, dq_scale, S: tl.constexpr):
     """Write dq of a tile of packed query rows, and lse and rowsum(dout * out) of each for ``backward_keys``."""
     ROWS: tl.constexpr = S.ROWS
     WIDTH: tl.constexpr = S.PADDED_D
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     group, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
+    place = batch, group
     row, head, exist = packed // S.G, packed % S.G, packed < M * S.G
     q_tile = _load(q, _rows(q, batch, 0, group * S.G, row, head), exist, S.D, S.PADDED_D, True)
     dout_tile = _load(dout, _rows(dout, batch, 0, group * S.G, row, head), exist, S.E, S.PADDED_E, True)
@@ -156,23 +196,24 @@ def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scal
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for layer in range(layers):
         lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
-        for part in tl.static_range(3):
-            for first in tl.range(edges[part], edges[part + 1], S.KEYS):
-                k_tile = _keys(k, batch, group, first, edges[part + 1], S.KEYS, S.D, S.PADDED_D, part != 1)
-                v_tile = _keys(v, batch, group, first, edges[part + 1], S.KEYS, S.E, S.PADDED_E, part != 1)
-                s, slope = _scores(q_tile, k_tile, scale, cap, S.CAPPED)
-                p = tl.exp2(s - row_lse[:, None])
-                if part != 1:
-                    keys = first + tl.arange(0, S.KEYS)[None, :]
-                    p = tl.where((keys >= lo[:, None]) & (keys < hi[:, None]), p, 0.0)
-                dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
-                ds = p * (dp - delta[:, None]) * slope
-                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+        sees = place, lo, hi
+        few = edges[3] - edges[0] <= S.FEW if S.FEW > 0 else False
+        if few:
+            acc = _attend_back(
+                q_tile, dout_tile, k, v, edges[0], edges[3], sees, row_lse, delta, acc, scales, S.FEW, True, S
+            )
+        else:
+            for part in tl.static_range(3):
+                last = edges[part + 1]
+                for first in tl.range(edges[part], last, S.KEYS):
+                    acc = _attend_back(
+                        q_tile, dout_tile, k, v, first, last, sees, row_lse, delta, acc, scales, S.KEYS, part != 1, S
+                    )
     _store(dq, _rows(dq, batch, 0, group * S.G, row, head), acc * dq_scale, exist, S.D, S.PADDED_D)
 
 
 @triton.jit(do_not_specialize=["N"])
-def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scale, cap, dk_scale, S: tl.constexpr):
+def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scales, dk_scale, S: tl.constexpr):
     """Write dk and dv of one tile of key rows, summed over the heads that share them; scores are transposed."""
     KEYS: tl.constexpr = S.KEYS
     WIDTH_D: tl.constexpr = S.PADDED_D
@@ -200,7 +241,7 @@ def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scale, cap, d
                 dout_tile = _load(dout, rows, exist, S.E, S.PADDED_E, part != 1)
                 row_lse = tl.load(places + packed, mask=packed < terms[1], other=0.0)
                 delta = tl.load(places + terms[1] + packed, mask=packed < terms[1], other=0.0)
-                s, slope = _scores(k_tile, q_tile, scale, cap, S.CAPPED)
+                s, slope = _scores(k_tile, q_tile, scales, S.CAPPED)
                 p = tl.exp2(s - row_lse[None, :])
                 if part != 1:
                     p = tl.where((packed[None, :] >= lo[:, None]) & (packed[None, :] < hi[:, None]), p, 0.0)
