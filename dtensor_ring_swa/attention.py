@@ -20,6 +20,7 @@ from dtensor_ring_swa.checks import (
     check_layout,
     check_length,
     check_options,
+    check_seq_len,
     check_sink_tokens,
     check_tensors,
     facts_of,
@@ -136,14 +137,9 @@ def ring_attention(
         NotImplementedError: If the kernel cannot do it; the message says why and which can. Also for
             forward-mode derivatives.
     """
-    if cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v)):
-        out, lse = ring_attention(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), window=window, scale=scale, softcap=softcap, sinks=sinks,
-            sink_tokens=sink_tokens, cu_seqlens=cu_seqlens, layout=layout, load_balance=load_balance,
-            exchange=exchange, kernel=kernel, mesh=mesh, deterministic=deterministic, seq_len=seq_len, return_lse=True,
-        )  # fmt: skip
-        return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
-
+    packed = cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v))
+    if packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = cast_input(q), cast_input(k), cast_input(v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
@@ -154,6 +150,7 @@ def ring_attention(
         check_name(kernel)
         check_layout(layout, load_balance, exchange)
         check_sink_tokens(sink_tokens)
+        check_seq_len(seq_len)
         check_options(softcap, scale)
         checked = _check_tensors(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
@@ -161,6 +158,8 @@ def ring_attention(
             # Shown first; the message of an exception comes last in Dynamo's report, after advice that misleads.
             torch._dynamo.graph_break(msg=str(problem))
         error = problem
+        if packed:
+            error.add_note("q, k and v of [T, H, D] are taken as [1, T, H, D]; dims are counted there")
     if group is not None and checked.seq_len is None and dist.get_world_size(group) > 1:
         facts = () if error else facts_of(q, k, v, sinks, checked.documents, Window.of(window), sink_tokens, *options)
         checked = checked._replace(seq_len=agree(group, FACTS, facts, error))
@@ -176,6 +175,8 @@ def ring_attention(
         q, k, v, sinks, checked.boundaries, [*Window.of(window), sink_tokens, seq_len], [scale, softcap], names.text,
         checked.place,
     )  # fmt: skip
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

@@ -129,6 +129,14 @@ def check_even_shards(q_BSHD: torch.Tensor, ranks: int, seq_len: int | None) -> 
         )
 
 
+def check_seq_len(seq_len: int | None) -> None:
+    """Raise ValueError unless it is a number of tokens, or None."""
+    if seq_len is not None and (
+        isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)) or seq_len < 0
+    ):
+        raise ValueError(f"seq_len must be a number of tokens >= 0, got {seq_len!r}")
+
+
 def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
     """The length of a sequence that is whole here, as a DTensor or on one device.
 

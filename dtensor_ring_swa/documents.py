@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 from typing import NamedTuple
 from zlib import crc32
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.groups import group_of
@@ -66,8 +68,14 @@ class Documents:
         self.cu_seqlens = on_host(cu_seqlens)
         self._rows: list[Boundaries] = [tuple(row) for row in torch.atleast_2d(self.cu_seqlens).tolist()]
         self.seq_len = self._rows[0][-1]
-        for row in self._rows:
-            check_boundaries(row, self.seq_len)
+        for number, row in enumerate(self._rows):
+            check_boundaries(row, name="cu_seqlens" if self.cu_seqlens.ndim == 1 else f"cu_seqlens[{number}]")
+        ends = [row[-1] for row in self._rows]
+        if len(set(ends)) > 1:
+            raise ValueError(
+                f"the rows of cu_seqlens must all end at the tokens of the whole sequence, got the ends {ends}; make "
+                "padding a document of its own"
+            )
         self.fingerprint = crc32(repr(self._rows).encode())
 
     def local(self, window: Window | tuple[int | None, int | None] = (-1, 0), row: int = 0) -> LocalDocuments:
@@ -132,10 +140,11 @@ def documents_from_position_ids(position_ids: torch.Tensor, mesh: DeviceMesh | P
         mesh: See ``Documents``.
 
     Raises:
-        ValueError: For another number of dims.
+        ValueError: For another number of dims, or what holds no integers.
     """
     starts = _all_start(position_ids)
-    starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
+    # As int64, in which no position wraps around.
+    starts[..., 1:] = position_ids.long().diff() != 1
     return Documents(_boundaries(starts), mesh)
 
 
@@ -144,18 +153,36 @@ def documents_from_eos(tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | Pro
 
     Args:
         tokens: The whole sequence, integers ``[S]`` or ``[B, S]``.
-        eos_id: The token that ends a document and belongs to it.
+        eos_id: The token that ends a document and belongs to it: one integer.
         mesh: See ``Documents``.
 
     Raises:
-        ValueError: For another number of dims.
+        ValueError: For another number of dims, what holds no integers, or an ``eos_id`` that is no integer.
     """
+    try:
+        # None, or a list of several, would equal no token: all documents would be one.
+        end = index(eos_id)
+    except TypeError:
+        raise ValueError(
+            f"eos_id must be one token, an integer, got {eos_id!r}; where several tokens end documents, replace them "
+            "by one before the call: torch.where(torch.isin(tokens, several), one, tokens)"
+        ) from None
     starts = _all_start(tokens)
-    starts[..., 1:] = tokens[..., :-1] == eos_id
+    starts[..., 1:] = tokens[..., :-1] == end
     return Documents(_boundaries(starts), mesh)
 
 
+def check_whole(tokens: object) -> None:
+    """Raise ValueError unless it is a plain tensor of integers, as tokens and positions of a whole sequence are."""
+    if isinstance(tokens, DTensor):
+        raise ValueError("tokens and positions are taken whole and plain, got a DTensor; pass its full_tensor()")
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype == torch.bool or tokens.is_floating_point():
+        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens and positions must be a tensor of integers, got {found}")
+
+
 def _all_start(tokens: torch.Tensor) -> torch.Tensor:
+    check_whole(tokens)
     if tokens.ndim not in (1, 2):
         raise ValueError(f"documents are found in [S] or [B, S], got {list(tokens.shape)}")
     return torch.ones_like(tokens, dtype=torch.bool)
@@ -176,6 +203,10 @@ def on_host(cu_seqlens: object) -> torch.Tensor:
     Raises:
         ValueError: If they are not integers, or not shaped as boundaries; values are not looked at.
     """
+    if isinstance(cu_seqlens, DTensor):
+        raise ValueError(
+            "cu_seqlens must be a plain tensor, the same on every rank, got a DTensor; pass its full_tensor()"
+        )
     if isinstance(cu_seqlens, (list, tuple)) and any(_is_row(x) for x in cu_seqlens):
         rows = [on_host(row) for row in cu_seqlens]
         if any(row.ndim != 1 or not row.numel() for row in rows):

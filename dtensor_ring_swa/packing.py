@@ -9,22 +9,21 @@ from collections.abc import Iterator
 Boundaries = tuple[int, ...]
 
 
-def check_boundaries(boundaries: Boundaries, seq_len: int | None = None) -> None:
+def check_boundaries(boundaries: Boundaries, seq_len: int | None = None, name: str = "cu_seqlens") -> None:
     """Raise ValueError unless these cut a sequence of ``seq_len`` tokens into documents; name the entry."""
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise ValueError(
-            f"cu_seqlens must start at 0 and have at least 2 entries, got {len(boundaries)} entries"
-            + (f", cu_seqlens[0] = {boundaries[0]}" if boundaries else "")
+            f"{name} must start at 0 and have at least 2 entries, got {len(boundaries)} entries"
+            + (f", {name}[0] = {boundaries[0]}" if boundaries else "")
         )
     for index in range(1, len(boundaries)):
         if boundaries[index] < boundaries[index - 1]:
             raise ValueError(
-                f"cu_seqlens must not decrease, got cu_seqlens[{index}] = {boundaries[index]} after "
-                f"{boundaries[index - 1]}"
+                f"{name} must not decrease, got {name}[{index}] = {boundaries[index]} after {boundaries[index - 1]}"
             )
     if seq_len is not None and boundaries[-1] != seq_len:
         raise ValueError(
-            f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got cu_seqlens[-1] = "
+            f"{name} must end at the {seq_len} tokens of the whole sequence, got {name}[-1] = "
             f"{boundaries[-1]}; make padding a document of its own"
         )
 

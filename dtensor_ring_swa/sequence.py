@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring_swa.attention import CuSeqlens
-from dtensor_ring_swa.checks import check_documents, check_layout
-from dtensor_ring_swa.documents import Documents
+from dtensor_ring_swa.checks import check_documents, check_layout, check_seq_len
+from dtensor_ring_swa.documents import Documents, check_whole
 from dtensor_ring_swa.dtensor import wrap
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import Run, runs
@@ -53,15 +53,13 @@ def shard_sequence(
         trailing ranks may get fewer tokens or none. Shards are views.
 
     Raises:
-        ValueError: If the tensors' lengths differ, or ``dim`` is not one of theirs.
+        ValueError: If the tensors' lengths differ, ``dim`` is not one of theirs, or they are DTensors.
     """
     check_layout(layout)
     group = group_of(mesh)
-    lengths = {x.shape[dim] for x in tensors if -x.ndim <= dim < x.ndim}
-    if len(lengths) != 1 or any(not -x.ndim <= dim < x.ndim for x in tensors):
-        raise ValueError(
-            f"shard_sequence needs tensors of one length on dim {dim}, got {[list(x.shape) for x in tensors]}"
-        )
+    lengths = {x.shape[dim] for x in tensors if _has_dim(x, dim)}
+    if len(lengths) != 1 or not all(_has_dim(x, dim) for x in tensors):
+        raise ValueError(f"shard_sequence needs plain tensors of one length on dim {dim}, got {_kinds(tensors)}")
     mine = runs(layout, lengths.pop(), dist.get_world_size(group), dist.get_rank(group))
     shards = tuple(_take(x, dim, mine) for x in tensors)
     return shards[0] if len(shards) == 1 else shards
@@ -105,9 +103,8 @@ def gather_sequence(
     group = group_of(mesh)
     try:
         check_layout(layout)
-        if not tensors or not all(isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim for x in tensors):
-            given = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in tensors]
-            raise ValueError(f"gather_sequence needs tensors with a dim {dim}, got {given}")
+        if not tensors or not all(_has_dim(x, dim) for x in tensors):
+            raise ValueError(f"gather_sequence needs plain tensors with a dim {dim}, got {_kinds(tensors)}")
     except ValueError as problem:
         agree(group, _FACTS, (), problem)
     axis = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(mesh, tensors[0].device.type)
@@ -123,6 +120,16 @@ def gather_sequence(
             dealt = dealt.index_select(dim, torch.cat(held).argsort())
         wholes.append(dealt)
     return wholes[0] if len(wholes) == 1 else tuple(wholes)
+
+
+def _has_dim(x: object, dim: int) -> bool:
+    """Whether it is a plain tensor with this dim."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and -x.ndim <= dim < x.ndim
+
+
+def _kinds(tensors: tuple[object, ...]) -> list[object]:
+    """The sizes of plain tensors, and what others are."""
+    return [list(x.shape) if type(x) is torch.Tensor else type(x).__name__ for x in tensors]
 
 
 def _take(x: torch.Tensor, dim: int, mine: tuple[Run, ...]) -> torch.Tensor:
@@ -153,8 +160,12 @@ def positions(
 
     Returns:
         int64 ``[S_local]``.
+
+    Raises:
+        ValueError: If ``seq_len`` is not a number of tokens, or one that the layout cannot deal out.
     """
     check_layout(layout)
+    check_seq_len(seq_len)
     group = None if mesh is None else group_of(mesh)
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     return _positions(runs(layout, seq_len, ranks, rank), device)
@@ -182,8 +193,9 @@ def next_token_labels(
         int64 labels of tokens' shape.
 
     Raises:
-        ValueError: If the boundaries do not fit the tokens; see ``ring_attention``.
+        ValueError: If tokens are not integers, or the boundaries do not fit them; see ``ring_attention``.
     """
+    check_whole(tokens)
     labels = torch.full(tokens.shape, ignore_index, dtype=torch.long, device=tokens.device)
     labels[..., :-1] = tokens[..., 1:]
     if cu_seqlens is None:

@@ -85,12 +85,21 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"cu_seqlens": [0, None, 4]}, r"must be int32 or int64 .* got \[0, None, 4\]"),
         ({"cu_seqlens": [0, [4]]}, r"must be int32 or int64"),
         ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
+        ({"seq_len": 4.0}, r"seq_len must be a number of tokens >= 0, got 4\.0"),
+        ({"seq_len": -4}, "seq_len must be a number of tokens >= 0, got -4"),
         ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
     ],
 )
 def test_options(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ring_attention(**qkv(), **option)
+
+
+def test_an_error_of_packed_tensors_says_how_dims_are_counted() -> None:
+    x = torch.randn(4, 2, 8)
+    with pytest.raises(ValueError, match=r"same length \(dim 1\)") as caught:
+        ring_attention(x, x[:3], x[:3], cu_seqlens=[0, 4])
+    assert caught.value.__notes__ == ["q, k and v of [T, H, D] are taken as [1, T, H, D]; dims are counted there"]
 
 
 @pytest.mark.parametrize("kernel", ["aten", "flash"])
@@ -209,7 +218,7 @@ def test_boundaries_that_do_not_fit_dtensors(pools: Pools) -> None:
     for messages in pools(4).run(bad_documents_of_dtensors):
         assert "got [2, 2] for 4 rows" in messages["rows"]
         assert "end at the 8 tokens" in messages["end"] and "cu_seqlens[-1] = 4" in messages["end"]
-        assert "cu_seqlens[2] = 8 after 9" in messages["order"]
+        assert "cu_seqlens[3][2] = 8 after 9" in messages["order"]
 
 
 def heads_that_do_not_divide() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtensor_ring_swa import (
     Documents,
@@ -244,6 +246,7 @@ def test_documents_from_tokens_and_positions() -> None:
         ([[0, 8], [0, 8]], r"a boundary list a batch row, got \[2, 2\] for 1 rows"),
         ([0.0, 8.0], "int32 or int64"),
         ([], "int32 or int64"),
+        ([[0, 5, 3, 8]], r"not decrease, got cu_seqlens\[0\]\[2\] = 3 after 5"),
     ],
 )
 def test_boundaries_that_are_none_raise_and_name_the_entry(cu_seqlens: list[int], message: str) -> None:
@@ -269,6 +272,59 @@ def test_boundaries_of_any_kind_of_integers(entry: Callable[[int], object]) -> N
     want = ring_attention(q, q, q, cu_seqlens=torch.tensor([0, 3, 8]))
     for edges in ([entry(x) for x in (0, 3, 8)], [[entry(0), entry(3), entry(8)]] * 2):
         assert torch.equal(want, ring_attention(q, q, q, cu_seqlens=edges))  # type: ignore[arg-type]
+
+
+def test_rows_that_are_no_boundaries_are_named() -> None:
+    q = torch.randn(2, 8, 2, 4)
+    for rows, message in (
+        ([[0, 3, 8], [1, 8]], r"cu_seqlens\[1\] must start at 0 .*cu_seqlens\[1\]\[0\] = 1"),
+        # Of two ends, neither can be told to be the sequence's before it is known.
+        ([[0, 4, 7], [0, 8]], r"rows of cu_seqlens must all end at the tokens .* the ends \[7, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ring_attention(q, q, q, cu_seqlens=rows)
+
+
+@pytest.mark.parametrize("eos_id", [None, [2, 3], (2,), "2", 2.0, torch.tensor([2, 3])])
+def test_an_eos_that_is_no_token_would_join_all_documents(eos_id: Any) -> None:
+    with pytest.raises(ValueError, match="eos_id must be one token, an integer, got "):
+        documents_from_eos(torch.tensor([5, 2, 6, 3, 7]), eos_id)
+
+
+def test_eos_at_the_ends_in_a_row_and_of_other_kinds_of_integers() -> None:
+    for eos_id in (2, np.int64(2), torch.tensor(2)):
+        found = documents_from_eos(torch.tensor([2, 5, 2, 2, 6, 2]), eos_id)  # type: ignore[arg-type]
+        assert found.cu_seqlens.tolist() == [0, 1, 3, 4, 6]
+
+
+def test_positions_are_integers_that_do_not_wrap_around() -> None:
+    # bfloat16 cannot count beyond 256, and uint8 would count from 255 on to 0.
+    with pytest.raises(ValueError, match=r"must be a tensor of integers, got torch\.bfloat16"):
+        documents_from_position_ids(torch.arange(300).bfloat16())
+    twice = torch.arange(512).to(torch.uint8)
+    assert documents_from_position_ids(twice).cu_seqlens.tolist() == [0, 256, 512]
+
+
+def refusals_of_dtensors() -> list[str]:
+    mesh = mesh_of((2,), ("cp",))
+    sharded = distribute_tensor(torch.tensor([0, 3, 5, 8]), mesh, [Shard(0)], src_data_rank=None)
+    q = torch.randn(1, 4, 2, 4)
+    said = []
+    for call in (
+        lambda: ring_attention(q, q, q, cu_seqlens=sharded, mesh=mesh),
+        lambda: documents_from_eos(sharded, 3),
+        lambda: documents_from_position_ids(sharded),
+        lambda: next_token_labels(sharded),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_dtensors_of_tokens_or_boundaries_are_refused_with_advice(pools: Pools) -> None:
+    for said in pools(2).run(refusals_of_dtensors):
+        assert all(message.endswith("got a DTensor; pass its full_tensor()") for message in said)
 
 
 @pytest.mark.parametrize("find", [documents_from_position_ids, lambda x: documents_from_eos(x, 2)])

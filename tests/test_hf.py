@@ -59,7 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                   "sep_token_id": 2}),
     "olmo3": ("Olmo3", {**GROUPED, "sliding_window": 5, "layer_types": HYBRID}),
     "phi3": ("Phi3", {**GROUPED, "sliding_window": 5}),
+    # Counts positions from the one after the padding's.
+    "roberta": ("Roberta", {**SIZES, "vocab_size": 65, "pad_token_id": 64, "max_position_embeddings": 96,
+                            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }  # fmt: skip
+
+
+ENCODERS = ("modernbert", "roberta")
 
 
 def model_of(name: str, **changes: Any) -> Any:
@@ -67,7 +73,7 @@ def model_of(name: str, **changes: Any) -> Any:
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
     torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name == "modernbert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms, biases and sinks begin as ones and zeros
@@ -184,7 +190,7 @@ def attached_with_other_window(name: str) -> tuple[float, float]:
     return attached(name, 2, changed={key: MODELS[name][1][key] + 2})
 
 
-@pytest.mark.parametrize("name", [name for name, (_, sizes) in MODELS.items() if name != "qwen3"])
+@pytest.mark.parametrize("name", [name for name, (_, sizes) in MODELS.items() if name not in ("qwen3", "roberta")])
 def test_the_window_is_not_lost(ranks: RankPool, name: str) -> None:
     results = ranks.run(attached_with_other_window, name)
     assert results[1][0] > 1e-3 and results[0][1] > 1e-3
@@ -317,6 +323,14 @@ def call(name: str = "mistral", changed: Any = None, train: bool = False, **inpu
     model(**({"input_ids": tokens_of(1, 13)} | inputs))
 
 
+def call_of(name: str, config: Any, **inputs: Any) -> None:
+    """An attached model of another class on this rank's 13 of 26 tokens."""
+    config = transformers.MistralConfig(**MODELS[config][1]) if isinstance(config, str) else config
+    model = getattr(transformers, name)(config)
+    hf.attach(model, mesh_here())
+    model(tokens_of(1, 13), **inputs)
+
+
 def call_in_context(name: str, **inputs: Any) -> None:
     hf.register()
     model = model_of(name)
@@ -390,6 +404,34 @@ REFUSED: dict[str, Callable[..., None]] = {
     ),
     "ValueError: shards of [12, 13] tokens are not": lambda: call(input_ids=tokens_of(1, 12 + rank_here())),
     "ValueError: 1 tokens on 2 ranks leave": lambda: call(input_ids=tokens_of(1, 1 - rank_here())),
+    "ValueError: an attached model needs this rank's shard, plain input_ids": lambda: call(input_ids=torch.ones(13)),
+    "ValueError: cu_seq_lens_q must be a tensor of integers, got torch.float32": lambda: call(
+        cu_seq_lens_q=torch.tensor([0, 5.5, 26])
+    ),
+    "ValueError: cu_seq_lens_q must be a tensor of integers, got list": lambda: call(
+        cu_seq_lens_q=[0, 26] if rank_here() % 2 else torch.tensor([0, 26])
+    ),
+    "ValueError: cu_seq_lens_k [0, 5, 26] must be what cu_seq_lens_q is, None": lambda: call(
+        cu_seq_lens_k=torch.tensor([0, 5, 26])
+    ),
+    "ValueError: cu_seq_lens_k [0, 5, 26] must be what cu_seq_lens_q is, [0, 6": lambda: call_in_context(
+        "mistral",
+        position_ids=places_here(),
+        cu_seq_lens_q=torch.tensor([0, 6, 26]),
+        cu_seq_lens_k=torch.tensor([0, 5, 26]),
+    ),
+    "ValueError: position_ids must have the shape [1 or 1, 13] of this rank's shard, got list": lambda: call(
+        position_ids=[[0]]
+    ),
+    "NotImplementedError: start_positions and": lambda: call_of(
+        "MistralForQuestionAnswering", "mistral", start_positions=torch.ones(1), end_positions=torch.ones(1)
+    ),
+    "NotImplementedError: MistralForSequenceClassification makes one answer": lambda: call_of(
+        "MistralForSequenceClassification", "mistral"
+    ),
+    "NotImplementedError: Lfm2ForCausalLM mixes tokens in model.layers.0.conv.conv": lambda: call_of(
+        "Lfm2ForCausalLM", transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    ),
     "ValueError: mesh must have one axis": lambda: hf.attach(model_of("mistral"), mesh_of((2, 2), ("dp", "cp"))),
 }
 

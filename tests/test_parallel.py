@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring_swa import ContextParallel, RingAttention, Window, module, ring_attention, shard_sequence
+from dtensor_ring_swa import ContextParallel, Documents, RingAttention, Window, module, ring_attention, shard_sequence
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.testing import RankPool, dense_attention
 
@@ -387,6 +387,7 @@ ROWS = torch.ones(1, 2)
         ((ROWS.to("meta"),), ContextParallel(), "kinds of device", "kinds of device"),
         ((torch.ones(3, 2),), ContextParallel(), "sizes of other dims", "sizes of other dims"),
         ((ROWS.clone().requires_grad_(),), ContextParallel(), "need of gradients", "need of gradients"),
+        ((ROWS, Documents([0, 1, 4])), ContextParallel(), "or Documents: [", "or Documents: ["),
         ((torch.ones(1, 2, dtype=torch.long),), ContextParallel(), "no tensor to shard on the sequence", "refused"),
         ((torch.ones(3),), ContextParallel(), "of shape [3] has no dim 1", "refused"),
         (("text",), ContextParallel(inputs={0: 1}), "input 0 must be a tensor, got str", "refused"),
@@ -474,6 +475,8 @@ def refused_when_applied() -> list[str]:
         (striped, dp_cp, ContextParallel(layout="zigzag")),
         (nn.Sequential(striped, RingAttention()), dp_cp, ContextParallel()),
         (RingAttention(load_balance="zigzag"), dp_cp, ContextParallel(layout="striped")),
+        (RingAttention(), dp_cp, ContextParallel(inputs={"q": 0, "k": 0, "v": 0})),
+        (RingAttention(), dp_cp, ContextParallel(use_local_input=True)),
     ]
     said = []
     for model, mesh, style in attempts:
@@ -497,6 +500,8 @@ def test_what_cannot_be_applied_raises_when_applied(pools: Pools) -> None:
         "layout='zigzag' contradicts the layouts of the RingAttention inside: ['striped']",
         "['contiguous', 'striped']",
         "load_balance='zigzag' re-deals contiguous shards",
+        "inputs={'q': 0, 'k': 0, 'v': 0}, but q, k and v are [B, S, H, D]",
+        "use_local_input=True would let it attend to this rank's shard alone",
     ]
     for said in pools(2).run(refused_when_applied):
         assert len(said) == len(want)
@@ -521,9 +526,19 @@ def test_ring_attention_module_refuses_at_construction(options: dict[str, Any], 
         RingAttention(**options)
 
 
-def test_a_layout_that_does_not_exist_raises_in_the_style() -> None:
-    with pytest.raises(ValueError, match="'diagonal'"):
-        ContextParallel(layout="diagonal")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "diagonal"}, "'diagonal'"),
+        ({"inputs": ["q"]}, r"inputs must map names or positions to sequence dims, .* got \['q'\]"),
+        ({"inputs": {"q": "1"}}, r"sequence dims must be integers, .* inputs=\{'q': '1'\}"),
+        ({"seq_dim": None}, "sequence dims must be integers, got seq_dim=None"),
+        ({"seq_len": 8.0}, r"seq_len must be a number of tokens >= 0, got 8\.0"),
+    ],
+)
+def test_options_that_cannot_be_raise_in_the_style(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(**options)
 
 
 # Without a plan

@@ -89,6 +89,12 @@ def what_is_refused(plan: Any, axes: tuple[str, ...] = ("cp",)) -> tuple[str, li
     return str(caught.value), hooked(model)
 
 
+@pytest.mark.parametrize("mesh", [None, "cp"])
+def test_a_plan_needs_a_mesh(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="mesh must be a DeviceMesh with the context-parallel axis, got "):
+        apply_context_parallel(Model(), mesh, ["layers.*.core"])
+
+
 @pytest.mark.parametrize(
     ("plan", "axes", "message"),
     [

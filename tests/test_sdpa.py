@@ -187,7 +187,7 @@ def refusal(name: str) -> str:
         try:
             calls[name]()
         except (ValueError, NotImplementedError) as error:
-            return f"{type(error).__name__}: {error}"
+            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     raise AssertionError("nothing was raised")
 
 
@@ -206,7 +206,7 @@ def in_module(q: DTensor) -> None:
         ("lengths", "NotImplementedError: .*one length.*k \\[2, 2, 6, 4\\]"),
         ("heads", "ValueError: .*enable_gqa=True, got q \\[2, 4, 12, 4\\]"),
         ("dims", "NotImplementedError: .*\\[B, H, S, D\\]"),
-        ("placements", "ValueError: k and v must have the same placements"),
+        ("placements", "ValueError: k and v must have the same placements(.|\n)*exchanges dims 1 and 2 of q, k and v"),
         ("scale", "ValueError: scale must be a finite number"),
         ("mha", "NotImplementedError: .*nn.MultiheadAttention"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtensor_ring_swa import (
     Documents,
@@ -175,6 +176,8 @@ def refused_on_rank() -> list[str]:
         refusal(shard_sequence, mesh, x, dim=2),
         refusal(shard_sequence, mesh, x, torch.ones(4)),
         refusal(shard_sequence, mesh),
+        *(refusal(f, mesh, distribute_tensor(x, mesh, [Shard(1)])) for f in (shard_sequence, gather_sequence)),
+        *(refusal(positions, mesh, length) for length in (8.0, -8)),
         *(refusal(f, two_axes, y) for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
         *(refusal(f, anything, y) for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
         *(refusal(f, mesh, y, layout="ring") for f, y in ((shard_sequence, x), (gather_sequence, x), (positions, 4))),
@@ -185,7 +188,9 @@ def test_bad_arguments_raise_and_say_what_was_given(pools: Pools) -> None:
     first, *others = pools(2).run(refused_on_rank)
     assert others == [first]
     assert all(said.startswith("ValueError") for said in first)
-    lengths, dim, missing_dim, nothing, *rest = first
+    lengths, dim, missing_dim, nothing, to_shard, to_gather, float_, negative, *rest = first
+    assert "got ['DTensor']" in to_shard and "got ['DTensor']" in to_gather
+    assert float_.endswith("tokens >= 0, got 8.0") and negative.endswith("tokens >= 0, got -8")
     assert "[1, 4], [1, 5]" in lengths and "dim 2" in dim and "[4]" in missing_dim and "one length" in nothing
     for said in rest[:3]:
         assert "('dp', 'cp')" in said and "mesh['cp']" in said

@@ -19,13 +19,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward
 from dtensor_ring_swa.integrations.hf_mask import Scope, refuse_padding, ring_mask, scope
-from dtensor_ring_swa.integrations.hf_tokens import settle
+from dtensor_ring_swa.integrations.hf_model import first_position, refuse_mixing
+from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle
 from dtensor_ring_swa.sequence import positions
 
 __all__ = ["attach", "context_parallel", "detach", "register"]
@@ -82,10 +84,11 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
 
     Raises:
         ValueError: If the mesh has more than one axis.
-        NotImplementedError: If the model takes no ``position_ids``, or does not let its attention be set.
+        NotImplementedError: If the model takes no ``position_ids``, does not let its attention be set, or, on
+            several ranks, mixes or pools tokens elsewhere than in attention.
     """
-    if mesh is not None:
-        group_of(mesh)
+    if ranks_of(mesh) > 1:
+        refuse_mixing(model)
     signature = inspect.signature(model.forward)
     if "position_ids" not in signature.parameters:
         raise NotImplementedError(
@@ -141,18 +144,25 @@ def _shard_of(
     error: Exception | None = None
     batch = rows = 0
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-    position_ids, edges = given.get("position_ids"), given.get("cu_seq_lens_q")
+    position_ids, edges = given.get("position_ids"), (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
     try:
         if not isinstance(tokens, torch.Tensor):
             raise ValueError("an attached model needs this rank's shard of input_ids or inputs_embeds, got neither")
+        dims = 3 if given.get("input_ids") is None else 2
+        if tokens.ndim != dims or isinstance(tokens, DTensor):
+            raise ValueError(
+                "an attached model needs this rank's shard, plain input_ids [B, S_local] or inputs_embeds "
+                f"[B, S_local, hidden], got a {type(tokens).__name__} {list(tokens.shape)}"
+            )
         batch, rows = tokens.shape[:2]
         _check_call(model, given)
-    except (ValueError, NotImplementedError) as problem:
+    except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         error = problem
     settled = settle(mesh, batch, rows, position_ids, edges, error)
     assert tokens is not None
     if position_ids is None:
-        given["position_ids"] = positions(mesh, settled.seq_len, device=tokens.device)[None]
+        own = positions(mesh, settled.seq_len, device=tokens.device)
+        given["position_ids"] = own[None] + first_position(model)
     # It hides nothing: without it, every rank takes the same path through the model.
     given.pop("attention_mask", None)
     return Scope(mesh, settled), given
@@ -167,6 +177,11 @@ def _check_call(model: PreTrainedModel, given: dict[str, Any]) -> None:
             "labels would be shifted inside the shard, which loses the label of its last token; shift them before "
             "sharding: shift_labels=shard_sequence(mesh, next_token_labels(tokens)), beside labels, and "
             "num_items_in_batch=the labels on all ranks"
+        )
+    if given.get("start_positions") is not None or given.get("end_positions") is not None:
+        raise NotImplementedError(
+            "start_positions and end_positions are compared with the tokens of one shard; leave them out, and make the "
+            "loss of the gathered logits"
         )
     if given.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise NotImplementedError("output_attentions is not supported: the weights are never formed; leave it out")

@@ -14,7 +14,7 @@ from dtensor_ring_swa.window import UNLIMITED, Window
 # What models hand to every attention function, and what changes nothing about attention.
 HARMLESS = frozenset(
     (
-        "cache_position", "cu_seq_lens_k", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
+        "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
         "output_hidden_states", "output_router_logits", "return_dict", "shift_labels", "use_cache",
     )
 )  # fmt: skip
@@ -34,6 +34,7 @@ def ring_attention_forward(
     is_causal: bool | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -53,6 +54,7 @@ def ring_attention_forward(
         is_causal: Must be what the mask shows.
         position_ids: Positions of this rank's tokens ``[B or 1, S_local]``.
         cu_seq_lens_q: Boundaries of packed documents in the whole sequence ``[N + 1]``.
+        cu_seq_lens_k: The same, or None.
         deterministic: Bitwise the same gradients on every run.
         **others: Only None, but for some that have nothing to do with attention.
 
@@ -71,7 +73,7 @@ def ring_attention_forward(
         )
     _refuse(module, dropout, others)
     _check_window(attention_mask.window, sliding_window, is_causal)
-    tokens = attention_mask.settle(module, query, position_ids, cu_seq_lens_q)
+    tokens = attention_mask.settle(module, query, position_ids, (cu_seq_lens_q, cu_seq_lens_k))
     q_BSHD, k_BSGD, v_BSGE = (x.transpose(1, 2) for x in (query, key, value))
     out_BSHE = ring_attention(
         q_BSHD, k_BSGD, v_BSGE, window=attention_mask.window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from dtensor_ring_swa.integrations.hf_tokens import Mesh, Tokens, ranks_of, settle
+from dtensor_ring_swa.integrations.hf_tokens import Edges, Mesh, Tokens, ranks_of, settle
 from dtensor_ring_swa.integrations.hf_window import MaskFunction, read_window
 from dtensor_ring_swa.window import Window
 
@@ -40,7 +40,7 @@ class RingMask:
     error: Exception | None = None
 
     def settle(
-        self, module: nn.Module, q_BHSD: torch.Tensor, position_ids: torch.Tensor | None, edges: torch.Tensor | None
+        self, module: nn.Module, q_BHSD: torch.Tensor, position_ids: torch.Tensor | None, edges: Edges
     ) -> Tokens:
         """The tokens of this forward; at the first layer the ranks compare what they know. Then it is collective."""
         if self.tokens is None:

@@ -16,6 +16,8 @@ from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.sequence import gather_sequence
 
 Mesh = DeviceMesh | ProcessGroup | None
+# cu_seq_lens_q and cu_seq_lens_k.
+Edges = tuple[torch.Tensor | None, torch.Tensor | None]
 
 FACTS = ("the length of a shard", "the batch size", "the number of rows of position_ids", "cu_seq_lens_q")
 
@@ -43,7 +45,7 @@ def settle(
     batch: int,
     rows: int,
     position_ids: torch.Tensor | None = None,
-    cu_seq_lens: torch.Tensor | None = None,
+    cu_seq_lens: Edges = (None, None),
     error: Exception | None = None,
 ) -> Tokens:
     """Let the ranks compare their inputs, and find the documents. Collective.
@@ -54,19 +56,20 @@ def settle(
         rows: Tokens of this rank's shard.
         position_ids: Positions of this rank's tokens ``[batch or 1, rows]``. Where they return to 0, a
             document begins.
-        cu_seq_lens: Boundaries of documents in the whole sequence ``[N + 1]``; needs a batch of 1.
+        cu_seq_lens: Boundaries of documents in the whole sequence ``[N + 1]``, those of the queries and of the
+            keys, which must be the same; needs a batch of 1.
         error: What this rank has found wrong already; then all ranks raise.
 
     Raises:
         ValueError: If the inputs do not fit together, on every rank.
         Exception: ``error`` itself.
     """
-    edges = None if cu_seq_lens is None else [int(edge) for edge in cu_seq_lens.flatten().tolist()]
-    if error is None and position_ids is not None and tuple(position_ids.shape) not in ((batch, rows), (1, rows)):
-        error = ValueError(
-            f"position_ids must have the shape [{batch} or 1, {rows}] of this rank's shard, got "
-            f"{list(position_ids.shape)}; shard them as input_ids are: shard_sequence(mesh, input_ids, position_ids)"
-        )
+    edges = None
+    try:
+        edges = _read_edges(*cu_seq_lens)
+        _check_shape(position_ids, batch, rows)
+    except ValueError as problem:
+        error = error or problem
     if mesh is None:
         if error is not None:
             raise error
@@ -85,6 +88,34 @@ def settle(
     if all(len(row) == 2 for row in rows_of):
         return Tokens(seq_len)
     return Tokens(seq_len, Documents(rows_of[0] if len(set(rows_of)) == 1 else rows_of, mesh))
+
+
+def _read_edges(of_queries: object, of_keys: object) -> list[int] | None:
+    """Boundaries as integers; None if there are none."""
+    read: list[list[int] | None] = []
+    for name, given in (("cu_seq_lens_q", of_queries), ("cu_seq_lens_k", of_keys)):
+        if given is not None and (not isinstance(given, torch.Tensor) or given.is_floating_point()):
+            found = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+            raise ValueError(f"{name} must be a tensor of integers, got {found}")
+        read.append(None if given is None else given.flatten().tolist())
+    edges, keys = read
+    if keys not in (None, edges):
+        raise ValueError(
+            f"cu_seq_lens_k {keys} must be what cu_seq_lens_q is, {edges}: queries and keys are of the same documents"
+        )
+    return edges
+
+
+def _check_shape(position_ids: object, batch: int, rows: int) -> None:
+    """Raise ValueError unless positions are those of this rank's shard, or None."""
+    if position_ids is None:
+        return
+    shape = list(position_ids.shape) if isinstance(position_ids, torch.Tensor) else type(position_ids).__name__
+    if shape not in ([batch, rows], [1, rows]):
+        raise ValueError(
+            f"position_ids must have the shape [{batch} or 1, {rows}] of this rank's shard, got {shape}; shard them "
+            "as input_ids are: shard_sequence(mesh, input_ids, position_ids)"
+        )
 
 
 def _packed(
@@ -128,8 +159,9 @@ def _refuse_local_positions(mesh: Mesh, whole: torch.Tensor, found: list[tuple[i
     if ranks > 1 and len(counted_here) > 2 and not whole[:, 0].any() and all(row == counted_here for row in found):
         raise ValueError(
             "the positions of every rank's shard count from 0, as if its tokens were a sequence of their own; pass "
-            "position_ids=positions(mesh, seq_len)[None], or use attach(model, mesh), which does. If each shard is "
-            f"one document, say so with cu_seq_lens_q={list(counted_here)}"
+            "position_ids=positions(mesh, seq_len)[None], or use attach(model, mesh), which does; generate() passes "
+            "its own, and is not supported. If each shard is one document, say so with cu_seq_lens_q="
+            f"{list(counted_here)}"
         )
 
 

@@ -122,5 +122,9 @@ class RingSDPA(TorchFunctionMode):
         if call.is_causal:
             window = Window(window.left, 0)
         q_BSHD, k_BSGD, v_BSGE = (x.transpose(1, 2) for x in call[:3])
-        out_BSHE = ring_attention(q_BSHD, k_BSGD, v_BSGE, window=window, scale=call.scale, **self.options)
+        try:
+            out_BSHE = ring_attention(q_BSHD, k_BSGD, v_BSGE, window=window, scale=call.scale, **self.options)
+        except ValueError as error:
+            error.add_note("ring_sdpa exchanges dims 1 and 2 of q, k and v before: [B, S, H, D] here")
+            raise
         return out_BSHE.transpose(1, 2)

@@ -9,6 +9,7 @@ from zlib import crc32
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import agree
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.parallel.inputs import Call, Key
@@ -17,7 +18,7 @@ from dtensor_ring_swa.parallel.joint import Form
 # The first is checked against the layout's shards; all others must be equal on every rank.
 FACTS = (
     "the length of a shard", "how many inputs carry the sequence", "the length of the whole DTensors",
-    "dtypes, kinds of device, need of gradients, sizes of other dims, or placements of the inputs",
+    "dtypes, kinds of device, need of gradients, sizes of other dims, or placements of the inputs, or Documents",
 )  # fmt: skip
 
 _ADVICE = "ContextParallel(inputs=...) says which inputs carry the sequence, and on which dim"
@@ -77,7 +78,9 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
              getattr(x, "placements", None))
             for x, dim in tensors
         ]  # fmt: skip
-        others = crc32(repr(looks).encode())
+        given = [call.get(place) for place in call.places()]
+        packed = [x.fingerprint for x in given if isinstance(x, Documents)]
+        others = crc32(repr((looks, packed)).encode())
     return rows[0], len(tensors), whole[0], others
 
 

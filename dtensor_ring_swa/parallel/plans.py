@@ -33,9 +33,11 @@ def apply_context_parallel(
         The model.
 
     Raises:
-        ValueError: If a pattern matches no module, two match the same one with ``ContextParallel``, or a
-            style cannot be applied. Names are checked before any module is changed.
+        ValueError: If ``mesh`` is no DeviceMesh, a pattern matches no module, two match the same one with
+            ``ContextParallel``, or a style cannot be applied. Names are checked before any module is changed.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh with the context-parallel axis, got {type(mesh).__name__}")
     styles = _styles(plan)
     found = {pattern: _matching(model, pattern) for pattern in styles}
     missing = [pattern for pattern, modules in found.items() if not modules]

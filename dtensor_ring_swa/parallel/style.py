@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring_swa.checks import check_layout
+from dtensor_ring_swa.checks import check_layout, check_seq_len
 from dtensor_ring_swa.module import RingAttention
 from dtensor_ring_swa.parallel.hooks import Hooks
 from dtensor_ring_swa.parallel.inputs import Key, Parameters
@@ -49,8 +49,9 @@ class ContextParallel(ParallelStyle):
             for modules whose parameters are plain tensors.
 
     Raises:
-        ValueError: When applied, if the module takes no such input, the mesh has no such axis, or layouts
-            contradict each other.
+        ValueError: For a ``seq_dim``, ``seq_len``, ``layout`` or ``inputs`` that cannot be one. When applied, if the
+            module takes no such input, the mesh has no such axis, layouts contradict each other, or a
+            ``RingAttention`` would not see the whole sequence.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         if layout is not None:
             check_layout(layout)
+        check_seq_len(seq_len)
+        _check_dims(seq_dim, inputs)
         self.seq_dim = seq_dim
         self.seq_len = seq_len
         self.inputs = None if inputs is None else dict[Key, int](inputs.items())
@@ -108,9 +111,15 @@ class ContextParallel(ParallelStyle):
             if self.seq_dim != 1:
                 raise ValueError(f"seq_dim={self.seq_dim}, but q, k and v are [B, S, H, D], or [T, H, D] packed")
             inputs = dict.fromkeys(("q", "k", "v"), -3)
+        if self.use_local_input and isinstance(module, RingAttention):
+            raise ValueError("use_local_input=True would let it attend to this rank's shard alone; leave it out")
         if inputs is not None:
             dims = [(parameters.key(key), dim) for key, dim in inputs.items()]
             inputs = dict(dims)
+            if isinstance(module, RingAttention) and not set(inputs.values()) <= {1, -3}:
+                raise ValueError(
+                    f"inputs={self.inputs}, but q, k and v are [B, S, H, D], or [T, H, D] packed; leave inputs out"
+                )
             if len(inputs) < len(dims):
                 raise ValueError(f"inputs={self.inputs} names an input twice, by position and by name")
         positions = None if self.positions is None else parameters.key(self.positions)
@@ -148,6 +157,15 @@ class ContextParallel(ParallelStyle):
             f"positions={self.positions!r}, layout={self.layout!r}, axis={self.axis!r}, "
             f"use_local_input={self.use_local_input})"
         )
+
+
+def _check_dims(seq_dim: object, inputs: object) -> None:
+    """Raise ValueError unless all sequence dims are integers, and ``inputs`` says which input each is of."""
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise ValueError(f"inputs must map names or positions to sequence dims, such as {{'q': 1}}, got {inputs!r}")
+    dims = [seq_dim, *(inputs or {}).values()]
+    if not all(isinstance(dim, int) for dim in dims):
+        raise ValueError(f"sequence dims must be integers, got seq_dim={seq_dim!r} and inputs={inputs!r}")
 
 
 def _attentions(module: nn.Module) -> list[RingAttention]:
