@@ -139,8 +139,7 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scales, S: tl.constexpr
     for layer in range(layers):
         lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
         sees = place, lo, hi
-        few = edges[3] - edges[0] <= S.FEW if S.FEW > 0 else False
-        if few:
+        if S.FEW and edges[3] - edges[0] <= S.FEW:
             acc, top, total = _attend(q_tile, k, v, edges[0], edges[3], sees, acc, top, total, scales, S.FEW, True, S)
         else:
             for part in tl.static_range(3):
@@ -197,8 +196,7 @@ def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scal
     for layer in range(layers):
         lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
         sees = place, lo, hi
-        few = edges[3] - edges[0] <= S.FEW if S.FEW > 0 else False
-        if few:
+        if S.FEW and edges[3] - edges[0] <= S.FEW:
             acc = _attend_back(
                 q_tile, dout_tile, k, v, edges[0], edges[3], sees, row_lse, delta, acc, scales, S.FEW, True, S
             )
