@@ -11,6 +11,9 @@ import torch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Asked once: Dynamo of torch 2.11 cannot trace the question.
+_KINDS = tuple(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))
+
 
 def cast_input(x: torch.Tensor) -> torch.Tensor:
     """``x`` in autocast's dtype, as ``scaled_dot_product_attention`` takes it; ``x`` itself outside of autocast.
@@ -40,4 +43,4 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _is_on(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _KINDS and torch.is_autocast_enabled(device.type)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dtensor_ring_swa import ring_attention
 from dtensor_ring_swa.kernels import KERNELS, Request
-from dtensor_ring_swa.testing import RankPool
+from dtensor_ring_swa.testing import RankFailure, RankPool
 from dtensor_ring_swa.testing.dense import visible
 
 import test_autograd
@@ -233,22 +233,34 @@ def test_a_graph_needs_no_other(pool: RankPool, kernel: str) -> None:
 
 def eager_after_a_graph(case: Case) -> float:
     """Eager on a stream that has seen the call in a capture alone, whose graph never ran; against eager elsewhere."""
-    stream = stream_on(case.device)
-    record(Attention(case, False), stream, True)  # so that the kernels are compiled
-    other = Attention(replace(case, window=(case.window[0] - 1, 0)), False)
+    stream, step = stream_on(case.device), Attention(case, False)
+    step()  # the warm-up, on another stream
     if stream is not None:
+        torch.cuda.synchronize()
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-            other()
+            step()
     with torch.cuda.stream(stream):
-        got = other()
+        got = step()
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
-    return other.distance(got)
+    return step.distance(got)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton", "aten"])
 def test_a_capture_leaves_nothing_behind_for_eager(pool: RankPool, kernel: str) -> None:
     assert max(pool.run(eager_after_a_graph, supported(whole_case(kernel)))) < AGAIN
+
+
+def cold_capture(case: Case) -> None:
+    Attention(case, False)()  # compiles what has to be
+    stream = stream_on(case.device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        Attention(replace(case, window=(case.window[0] - 3, 0)), False)()
+
+
+def test_a_capture_of_what_never_ran_says_so(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="run it once, forward and backward, with the same shapes"):
+        pool.run(cold_capture, supported(whole_case("triton")))
 
 
 def graphed_module(dtype: torch.dtype, device: str) -> float:

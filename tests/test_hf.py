@@ -493,6 +493,10 @@ def test_a_layer_must_say_what_its_mask_shows(more: dict[str, Any], message: str
 # Windows of masks
 
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
+# transformers 5.17 has no such function yet.
+REMAPPED = [
+    masking_utils.remap_positions_for_packed_sequence(masking_utils.sliding_window_causal_mask_function(3), PLACES)
+] if hasattr(masking_utils, "remap_positions_for_packed_sequence") else []  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -509,7 +513,7 @@ PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
         masking_utils.and_masks(
             masking_utils.sliding_window_overlay(4), masking_utils.sliding_window_bidirectional_overlay(2)
         ),
-        masking_utils.remap_positions_for_packed_sequence(masking_utils.sliding_window_causal_mask_function(3), PLACES),
+        *REMAPPED,
     ],
 )  # fmt: skip
 def test_window_of_a_mask(function: Callable[..., Any]) -> None:
