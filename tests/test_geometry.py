@@ -28,7 +28,8 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "device", "deal",
     "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
-    "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.split_keys",
+    "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.few_keys",
+    "kernels.split_keys",
     "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
     "rotate", "schedule", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",
     "sequence", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",

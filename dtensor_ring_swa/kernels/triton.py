@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.kernels.few_keys import FewKeys, few_keys
 from dtensor_ring_swa.kernels.intervals import intervals_of_queries
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.kernels.split_keys import split_keys
@@ -60,13 +61,14 @@ def forward(
     """Write out and lse; see ``Kernel.forward``."""
     if not out_BMHE.numel():
         return
-    bounds = intervals_of_queries(call, q_BMHD.device)
-    tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD, len(bounds))
+    tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD)
+    few = few_keys(call, q_BMHD.device)
+    bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
     with torch.cuda.device_of(q_BMHD):
         _programs().forward[tiles, k_BNGD.shape[2], q_BMHD.shape[0]](
             _strided(q_BMHD), _strided(k_BNGD), _strided(v_BNGE), None if sinks_H is None else sinks_H.contiguous(),
-            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], len(bounds), _scales(request),
-            **options,
+            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], *_layers(bounds, few),
+            *_scales(request), **options,
         )  # fmt: skip
 
 
@@ -97,20 +99,27 @@ def backward(
     dout, q, out = map(_strided, (dout_BMHE, q_BMHD, out_BMHE))
 
     def keys_pass(program: int, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
-        _, tiles, options = options_for(program, request, q_BMHD, tensors[0], len(bounds))
+        _, tiles, options = options_for(program, request, q_BMHD, tensors[0])
         _programs().backward_keys[tiles, groups, batch](
-            dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), _scales(request),
+            dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), *_scales(request),
             request.scale, **options,
         )  # fmt: skip
 
+    few = few_keys(call, q_BMHD.device)
     with torch.cuda.device_of(q_BMHD):
-        bounds = intervals_of_queries(call, q_BMHD.device)
-        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD, len(bounds))
+        bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
+        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD)
+        shares = (
+            []
+            if few is None
+            else [lse_BHM.new_empty(batch, groups, tiles, few.width, x.shape[3]) for x in (k_BNGD, v_BNGE)]
+        )
         _programs().backward_queries[tiles, groups, batch](
             dout, q, _strided(k_BNGD), _strided(v_BNGE), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
-            q_BMHD.shape[1], len(bounds), _scales(request), request.scale, **options,
+            q_BMHD.shape[1], *_layers(bounds, few), *(_of_tiles(x) for x in shares or (None, None)), *_scales(request),
+            request.scale, **options,
         )  # fmt: skip
-        bounds, split = split_keys(call, q_BMHD.device)
+        bounds, split = split_keys(call if few is None else few.others, q_BMHD.device)
         keys_pass(DKDV, bounds, k_BNGD, v_BNGE, dk_BNGD, dv_BNGE)
         if split is not None:
             copies = [x.index_select(1, split.copies) for x in (k_BNGD, v_BNGE)]
@@ -118,6 +127,9 @@ def backward(
             keys_pass(SPLIT, split.bounds, *copies, *parts)
             for grad, part in zip((dk_BNGD, dv_BNGE), parts, strict=True):
                 grad.index_copy_(1, split.rows, split.sums(part).to(grad.dtype))
+    if few is not None:
+        for grad, share, factor in zip((dk_BNGD, dv_BNGE), shares, (request.scale, 1.0), strict=True):
+            grad[:, few.keys] += share.sum(2).transpose(1, 2) * factor
     if sinks_H is not None and dsinks_H is not None:
         rows, group = q_BMHD.shape[1], q_BMHD.shape[2] // groups
         of_rows = terms[0][..., : rows * group].unflatten(-1, (rows, group))
@@ -142,6 +154,16 @@ def _strided_lse(lse_BHM: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
     """The lse with its strides in the order of the others."""
     batch, head, row = lse_BHM.stride()
     return lse_BHM, batch, row, head
+
+
+def _layers(bounds: torch.Tensor, few: FewKeys | None) -> tuple[int, tuple[int, int] | None]:
+    """How many layers of intervals the programs walk, and the end and the number of few keys, if there are any."""
+    return (len(bounds), None) if few is None else (len(bounds) - 1, (few.keys.stop, few.width))
+
+
+def _of_tiles(share_BGTnD: torch.Tensor | None) -> tuple[torch.Tensor | int, ...] | None:
+    """What the tiles of rows write of few keys, as a tensor whose rows are the tiles and whose heads are the keys."""
+    return None if share_BGTnD is None else _strided(share_BGTnD.flatten(0, 2)[None])
 
 
 def _scales(request: Request) -> tuple[float, float]:

@@ -7,9 +7,9 @@ A program holds one tile and walks over the other side's rows that any of its ow
 all of its rows see whole are not masked. Scores are in units of log 2, and softmax is taken with exp2.
 
 A tensor comes as ``(pointer, batch stride, row stride, head stride, column stride)``, compile-time sizes
-as a ``Sizes``, ``bounds`` from ``intervals.py``, ``scales`` as factor and cap, and ``terms`` as ``(pointer,
-length)``: for each batch row and group lse and rowsum(dout * out) of the packed rows. ``sees`` is where a tile is,
-``(batch, group)``, and each row's first and last key. As few keys as sink tokens are have a tile of their size.
+as a ``Sizes``, ``bounds`` from ``intervals.py``, and ``terms`` as ``(pointer, length)``: for each batch row
+and group lse and rowsum(dout * out) of the packed rows. ``few`` is None, or the end and the number of the keys
+of ``few_keys.py``: they are walked over just before the others, so that they take no tile of their own.
 """
 
 # Inside programs Triton's ranges are iterated and constants are plain values, which its types do not say.
@@ -34,13 +34,13 @@ def _tanh(x):
 
 
 @triton.jit
-def _scores(a, b, scales, CAPPED: tl.constexpr):
+def _scores(a, b, scale, cap, CAPPED: tl.constexpr):
     """Scores of the rows of ``a`` and ``b``, and the slope of the softcap at each."""
-    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scales[0]
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
     slope = 1.0
     if CAPPED:
         t = _tanh(s)
-        s, slope = t * scales[1], 1 - t * t
+        s, slope = t * cap, 1 - t * t
     return s, slope
 
 
@@ -69,10 +69,11 @@ def _store(x, rows, tile, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _interval(bounds, layer, rows, count, G: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr):
+def _interval(bounds, layer, rows, count, before, G: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr):
     """Each row's interval in a layer, times G, and the four edges of the tile's walk in steps of STEP.
 
-    Between the second and the third edge every row sees all, and nothing has to be masked.
+    Between the second and the third edge every row sees all, and nothing has to be masked. The walk begins
+    ``before`` places early, which are always masked.
     """
     exist = rows < count
     lo = tl.load(bounds + 2 * layer * count + rows, mask=exist, other=0) * G
@@ -80,54 +81,66 @@ def _interval(bounds, layer, rows, count, G: tl.constexpr, ALIGN: tl.constexpr, 
     stop = tl.max(hi, 0)
     # If no row sees anything, an empty walk from 0: a pipelined loop adds steps to its start before it looks.
     start = tl.minimum(tl.min(tl.where(lo < hi, lo, _FAR), 0), stop) // ALIGN * ALIGN
-    inner = start + tl.cdiv(tl.max(lo, 0) - start, STEP) * STEP
+    masked = tl.maximum(tl.max(lo, 0), start)
+    start -= before
+    inner = start + tl.cdiv(masked - start, STEP) * STEP
     outer = inner + (tl.min(tl.where(exist, hi, _FAR), 0) - inner) // STEP * STEP
     whole = outer > inner
     return lo, hi, (start, tl.where(whole, inner, start), tl.where(whole, outer, start), stop)
 
 
 @triton.jit
-def _keys(x, sees, first, last, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    keys = tl.arange(0, KEYS)
-    rows = _rows(x, sees[0][0], first, sees[0][1], keys, 0)
-    return _load(x, rows, first + keys < last, WIDTH, PADDED, MASKED)
+def _few(bounds, layers, rows, count, few, start):
+    """What is needed of few keys: where the walk has passed them, their end, each row's interval."""
+    seen = None
+    if few is not None:
+        exist = rows < count
+        lo = tl.load(bounds + 2 * layers * count + rows, mask=exist, other=0)
+        hi = tl.load(bounds + (2 * layers + 1) * count + rows, mask=exist, other=0)
+        seen = start + few[1], few[0], lo, hi
+    return seen
 
 
 @triton.jit
-def _visible(sees, first, KEYS: tl.constexpr):
-    """Which keys of a tile each row sees."""
-    keys = first + tl.arange(0, KEYS)[None, :]
-    return (keys >= sees[1][:, None]) & (keys < sees[2][:, None])
-
-
-@triton.jit
-def _attend(
-    q_tile, k, v, first, last, sees, acc, top, total, scales, KEYS: tl.constexpr, MASKED: tl.constexpr, S: tl.constexpr
+def _keys(
+    x,
+    batch,
+    group,
+    first,
+    last,
+    few,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Go on with softmax over a tile of keys: the weighted sum of values, the largest score, the sum of weights."""
-    k_tile = _keys(k, sees, first, last, KEYS, S.D, S.PADDED_D, MASKED)
-    s, _ = _scores(q_tile, k_tile, scales, S.CAPPED)
-    if MASKED:
-        s = tl.where(_visible(sees, first, KEYS), s, float("-inf"))
-    new = tl.maximum(top, tl.max(s, 1))
-    # A row that has seen no key yet is at -inf, which must not be subtracted from itself.
-    base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
-    p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(top - base)
-    v_tile = _keys(v, sees, first, last, KEYS, S.E, S.PADDED_E, MASKED)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
-    return acc, new, total * shrink + tl.sum(p, 1)
+    start, at = first, tl.arange(0, KEYS)
+    exist = first + at < last
+    if MASKED and few is not None:
+        start, at = 0, first + at
+        at = tl.where(at < few[0], at - few[0] + few[1], at)
+    return _load(x, _rows(x, batch, start, group, at, 0), exist, WIDTH, PADDED, MASKED)
+
+
+@triton.jit
+def _shown(first, lo, hi, few, KEYS: tl.constexpr):
+    """Which places of a tile of the walk each row sees."""
+    keys = first + tl.arange(0, KEYS)[None, :]
+    shown = (keys >= lo[:, None]) & (keys < hi[:, None])
+    if few is not None:
+        at = keys - few[0] + few[1]
+        shown = tl.where(keys < few[0], (at >= few[2][:, None]) & (at < few[3][:, None]), shown)
+    return shown
 
 
 @triton.jit(do_not_specialize=["M"])
-def forward(q, k, v, sinks, out, lse, bounds, M, layers, scales, S: tl.constexpr):
+def forward(q, k, v, sinks, out, lse, bounds, M, layers, few, scale, cap, S: tl.constexpr):
     """Write out and lse of one tile of packed query rows."""
     ROWS: tl.constexpr = S.ROWS
     WIDTH: tl.constexpr = S.PADDED_E
     # With a causal window the last tiles have the most to do, so they go first.
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     group, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
-    place = batch, group
     row, head, exist = packed // S.G, packed % S.G, packed < M * S.G
     q_tile = _load(q, _rows(q, batch, 0, group * S.G, row, head), exist, S.D, S.PADDED_D, True)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -137,17 +150,23 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scales, S: tl.constexpr
         top = tl.load(sinks + group * S.G + head).to(tl.float32) * _LOG2E
         total += 1
     for layer in range(layers):
-        lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
-        sees = place, lo, hi
-        if S.FEW and edges[3] - edges[0] <= S.FEW:
-            acc, top, total = _attend(q_tile, k, v, edges[0], edges[3], sees, acc, top, total, scales, S.FEW, True, S)
-        else:
-            for part in tl.static_range(3):
-                last = edges[part + 1]
-                for first in tl.range(edges[part], last, S.KEYS):
-                    acc, top, total = _attend(
-                        q_tile, k, v, first, last, sees, acc, top, total, scales, S.KEYS, part != 1, S
-                    )
+        lo, hi, edges = _interval(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
+        also = _few(bounds, layers, row, M, few, edges[0])
+        for part in tl.static_range(3):
+            for first in tl.range(edges[part], edges[part + 1], S.KEYS):
+                k_tile = _keys(k, batch, group, first, edges[part + 1], also, S.KEYS, S.D, S.PADDED_D, part != 1)
+                s, _ = _scores(q_tile, k_tile, scale, cap, S.CAPPED)
+                if part != 1:
+                    s = tl.where(_shown(first, lo, hi, also, S.KEYS), s, float("-inf"))
+                new = tl.maximum(top, tl.max(s, 1))
+                # A row that has seen no key yet is at -inf, which must not be subtracted from itself.
+                base = tl.where(new == float("-inf"), 0.0, new) if part != 1 else new
+                p = tl.exp2(s - base[:, None])
+                shrink = tl.exp2(top - base)
+                total = total * shrink + tl.sum(p, 1)
+                v_tile = _keys(v, batch, group, first, edges[part + 1], also, S.KEYS, S.E, S.PADDED_E, part != 1)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+                top = new
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     rows = _rows(out, batch, 0, group * S.G, row, head)
@@ -157,30 +176,33 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, scales, S: tl.constexpr
 
 
 @triton.jit
-def _attend_back(
-    q_tile, dout_tile, k, v, first, last, sees, row_lse, delta, acc, scales, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, S: tl.constexpr,
+def _through_keys(
+    q_tile, dout_tile, row_lse, delta, k, v, batch, group, first, last, lo, hi, few, scale, cap, MASKED: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq, without its factor, what comes through a tile of keys."""
-    k_tile = _keys(k, sees, first, last, KEYS, S.D, S.PADDED_D, MASKED)
-    v_tile = _keys(v, sees, first, last, KEYS, S.E, S.PADDED_E, MASKED)
-    s, slope = _scores(q_tile, k_tile, scales, S.CAPPED)
+    """A tile of keys, and the weights and the slopes of the scores there."""
+    k_tile = _keys(k, batch, group, first, last, few, S.KEYS, S.D, S.PADDED_D, MASKED)
+    v_tile = _keys(v, batch, group, first, last, few, S.KEYS, S.E, S.PADDED_E, MASKED)
+    s, slope = _scores(q_tile, k_tile, scale, cap, S.CAPPED)
     p = tl.exp2(s - row_lse[:, None])
     if MASKED:
-        p = tl.where(_visible(sees, first, KEYS), p, 0.0)
+        p = tl.where(_shown(first, lo, hi, few, S.KEYS), p, 0.0)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
-    ds = p * (dp - delta[:, None]) * slope
-    return tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+    return k_tile, p, (p * (dp - delta[:, None]) * slope).to(k_tile.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
-def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scales, dq_scale, S: tl.constexpr):
-    """Write dq of a tile of packed query rows, and lse and rowsum(dout * out) of each for ``backward_keys``."""
+def backward_queries(
+    dout, q, k, v, out, lse, dq, terms, bounds, M, layers, few, dk_few, dv_few, scale, cap, dq_scale, S: tl.constexpr
+):
+    """Write dq of a tile of packed query rows, and lse and rowsum(dout * out) of each for ``backward_keys``.
+
+    Of few keys also the tile's share of dk, without its factor, and of dv: ``[B, groups, tiles, few, D]``.
+    """
     ROWS: tl.constexpr = S.ROWS
     WIDTH: tl.constexpr = S.PADDED_D
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     group, batch = tl.program_id(1), tl.cast(tl.program_id(2), tl.int64)
-    place = batch, group
     row, head, exist = packed // S.G, packed % S.G, packed < M * S.G
     q_tile = _load(q, _rows(q, batch, 0, group * S.G, row, head), exist, S.D, S.PADDED_D, True)
     dout_tile = _load(dout, _rows(dout, batch, 0, group * S.G, row, head), exist, S.E, S.PADDED_E, True)
@@ -194,24 +216,50 @@ def backward_queries(dout, q, k, v, out, lse, dq, terms, bounds, M, layers, scal
     tl.store(places + terms[1], delta, mask=packed < terms[1])
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for layer in range(layers):
-        lo, hi, edges = _interval(bounds, layer, row, M, 1, 1, S.KEYS)
-        sees = place, lo, hi
-        if S.FEW and edges[3] - edges[0] <= S.FEW:
-            acc = _attend_back(
-                q_tile, dout_tile, k, v, edges[0], edges[3], sees, row_lse, delta, acc, scales, S.FEW, True, S
+        lo, hi, edges = _interval(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
+        also = _few(bounds, layers, row, M, few, edges[0])
+        if few is not None:
+            # They lie in the first tile of the walk.
+            k_tile, p, ds = _through_keys(
+                q_tile,
+                dout_tile,
+                row_lse,
+                delta,
+                k,
+                v,
+                batch,
+                group,
+                edges[0],
+                edges[3],
+                lo,
+                hi,
+                also,
+                scale,
+                cap,
+                True,
+                S,
             )
-        else:
-            for part in tl.static_range(3):
-                last = edges[part + 1]
-                for first in tl.range(edges[part], last, S.KEYS):
-                    acc = _attend_back(
-                        q_tile, dout_tile, k, v, first, last, sees, row_lse, delta, acc, scales, S.KEYS, part != 1, S
-                    )
+            acc = tl.dot(ds, k_tile, acc, input_precision="ieee")
+            slots = tl.arange(0, S.KEYS)
+            share = (batch * tl.num_programs(1) + group) * tl.num_programs(0) + tl.program_id(0)
+            dk_tile = tl.dot(tl.trans(ds), q_tile, input_precision="ieee")
+            _store(dk_few, _rows(dk_few, 0, share, 0, 0, slots), dk_tile, slots < few[1], S.D, S.PADDED_D)
+            dv_tile = tl.dot(tl.trans(p).to(dout_tile.dtype), dout_tile, input_precision="ieee")
+            _store(dv_few, _rows(dv_few, 0, share, 0, 0, slots), dv_tile, slots < few[1], S.E, S.PADDED_E)
+            start = edges[0] + S.KEYS
+            edges = start, tl.maximum(edges[1], start), tl.maximum(edges[2], start), tl.maximum(edges[3], start)
+        for part in tl.static_range(3):
+            for first in tl.range(edges[part], edges[part + 1], S.KEYS):
+                k_tile, p, ds = _through_keys(
+                    q_tile, dout_tile, row_lse, delta, k, v, batch, group, first, edges[part + 1], lo, hi, also, scale,
+                    cap, part != 1, S,
+                )  # fmt: skip
+                acc = tl.dot(ds, k_tile, acc, input_precision="ieee")
     _store(dq, _rows(dq, batch, 0, group * S.G, row, head), acc * dq_scale, exist, S.D, S.PADDED_D)
 
 
 @triton.jit(do_not_specialize=["N"])
-def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scales, dk_scale, S: tl.constexpr):
+def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scale, cap, dk_scale, S: tl.constexpr):
     """Write dk and dv of one tile of key rows, summed over the heads that share them; scores are transposed."""
     KEYS: tl.constexpr = S.KEYS
     WIDTH_D: tl.constexpr = S.PADDED_D
@@ -224,7 +272,7 @@ def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scales, dk_sc
     dk_acc, dv_acc = tl.zeros([KEYS, WIDTH_D], tl.float32), tl.zeros([KEYS, WIDTH_E], tl.float32)
     for layer in range(layers):
         # Walks start at the first head of a row, and where a vector of four rows does.
-        lo, hi, edges = _interval(bounds, layer, keys, N, S.G, 4 * S.G, S.ROWS)
+        lo, hi, edges = _interval(bounds, layer, keys, N, 0, S.G, 4 * S.G, S.ROWS)
         for part in tl.static_range(3):
             for first in tl.range(edges[part], edges[part + 1], S.ROWS):
                 inside = tl.arange(0, S.ROWS)
@@ -239,7 +287,7 @@ def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scales, dk_sc
                 dout_tile = _load(dout, rows, exist, S.E, S.PADDED_E, part != 1)
                 row_lse = tl.load(places + packed, mask=packed < terms[1], other=0.0)
                 delta = tl.load(places + terms[1] + packed, mask=packed < terms[1], other=0.0)
-                s, slope = _scores(k_tile, q_tile, scales, S.CAPPED)
+                s, slope = _scores(k_tile, q_tile, scale, cap, S.CAPPED)
                 p = tl.exp2(s - row_lse[None, :])
                 if part != 1:
                     p = tl.where((packed[None, :] >= lo[:, None]) & (packed[None, :] < hi[:, None]), p, 0.0)

@@ -20,10 +20,7 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the programs know at compile time: head dims, heads that share keys, the tile, padded head dims.
-
-    FEW is the size of a tile of few keys, where there may be some: in calls of several layers.
-    """
+    """What the programs know at compile time: head dims, heads that share keys, the tile, padded head dims."""
 
     D: int
     E: int
@@ -33,11 +30,8 @@ class Sizes(NamedTuple):
     PADDED_D: int
     PADDED_E: int
     CAPPED: bool
-    FEW: int
 
 
-# The least that a product takes.
-_FEW = 16
 # The programs: forward; dq; dk and dv; and dk and dv of keys that are split.
 FORWARD, DQ, DKDV, SPLIT = range(4)
 # Their tiles by the widest head dim, padded to a power of two, for 2 bytes an element.
@@ -56,7 +50,7 @@ _WIDE_TILES = {
 
 
 def options_for(
-    program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor, layers: int
+    program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor
 ) -> tuple[int, int, dict[str, Any]]:
     """Tiles of packed query rows, tiles of key rows, and the options to start the program with."""
     group = q_BMHD.shape[2] // k_BNGD.shape[2]
@@ -64,14 +58,7 @@ def options_for(
     tables = _WIDE_TILES if request.dtype == torch.float32 else _TILES
     tile = tables[max(64, *padded)][program]
     sizes = Sizes(
-        request.head_dim,
-        request.v_head_dim,
-        group,
-        tile.rows,
-        tile.keys,
-        *padded,
-        CAPPED=bool(request.softcap),
-        FEW=_FEW if layers > 1 else 0,
+        request.head_dim, request.v_head_dim, group, tile.rows, tile.keys, *padded, CAPPED=bool(request.softcap)
     )
     options = {"S": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
     return -(-q_BMHD.shape[1] * group // tile.rows), -(-k_BNGD.shape[1] // tile.keys), options

@@ -1,0 +1,50 @@
+"""Few keys that queries see besides a run of others, as the sink tokens of one document are.
+
+A tile of queries walks over them and its other keys in one go. So they are told apart from those here, and
+each query row has two intervals: of the others, and of the few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.device import kept
+from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_queries
+
+# As many as fit into the smallest tile.
+_MOST = 16
+
+
+class FewKeys(NamedTuple):
+    """A call in two parts.
+
+    Attributes:
+        others: The call without the few keys.
+        keys: The few keys.
+        bounds: The intervals of ``others``, then those of the few: ``[2, 2, q_len]``.
+    """
+
+    others: Call
+    keys: slice
+    bounds: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """How many they are."""
+        return self.keys.stop - self.keys.start
+
+
+@kept(KEPT)
+def few_keys(call: Call, device: torch.device) -> FewKeys | None:
+    """The few keys of a call; None if there are none, or if either part takes more than one interval a row."""
+    few = replace(call, blocks=tuple(block for block in call.blocks if block.k_len <= _MOST))
+    others = replace(call, blocks=tuple(block for block in call.blocks if block.k_len > _MOST))
+    if not few.blocks or not others.blocks:
+        return None
+    keys = slice(min(block.k_start for block in few.blocks), max(block.k_stop for block in few.blocks))
+    bounds = torch.cat([intervals_of_queries(part, device) for part in (others, few)])
+    return FewKeys(others, keys, bounds) if keys.stop - keys.start <= _MOST and len(bounds) == 2 else None
