@@ -171,10 +171,9 @@ def ring_attention(
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     names = Names(kernel, layout, load_balance, exchange, deterministic)
-    out, lse, _ = attention(
-        q, k, v, sinks, checked.boundaries, [*Window.of(window), sink_tokens, seq_len], [scale, softcap], names.text,
-        checked.place,
-    )  # fmt: skip
+    # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
+    tokens = [Window.of(window).left, Window.of(window).right, sink_tokens, seq_len]
+    out, lse, _ = attention(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], names.text, checked.place)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
