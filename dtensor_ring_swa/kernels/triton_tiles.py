@@ -49,11 +49,15 @@ _TILES = {
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, TILE, 4, 2)),
     256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, TILE, 4, 2)),
 }
-# What takes their place on GPUs with at most so many bytes of shared memory a program, the least first. It was chosen
-# to fit, and has not been timed.
+# What takes their place on GPUs with at most so many bytes of shared memory a program, the least first: where they need
+# more, or all of it. Chosen to fit, and not timed.
 _SMALLER_TILES = {
     # AMD: gfx90a, gfx942, gfx11.
-    65536: {(128, FORWARD): Tile(128, 64, 8, 2)},
+    65536: {
+        (64, SPLIT): Tile(64, TILE, 4, 3),
+        (128, FORWARD): Tile(128, 64, 8, 2),
+        (128, DKDV): Tile(32, 128, 8, 2),
+    },
     # NVIDIA: compute capability 8.6, 8.9 and 12.
     101376: {(256, FORWARD): Tile(64, 32, 8, 2), (256, DQ): Tile(32, 32, 8, 2), (256, DKDV): Tile(32, 32, 8, 2)},
 }
