@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,18 @@ _TILES = {
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, TILE, 4, 2)),
     256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, TILE, 4, 2)),
 }
+# What takes their place on GPUs with at most so many bytes of shared memory a program, the least first: where they need
+# more, or all of it. Chosen to fit, and not timed.
+_SMALLER_TILES = {
+    # AMD: gfx90a, gfx942, gfx11.
+    65536: {
+        (64, SPLIT): Tile(64, TILE, 4, 3),
+        (128, FORWARD): Tile(128, 64, 8, 2),
+        (128, DKDV): Tile(32, 128, 8, 2),
+    },
+    # NVIDIA: compute capability 8.6, 8.9 and 12.
+    101376: {(256, FORWARD): Tile(64, 32, 8, 2), (256, DQ): Tile(32, 32, 8, 2), (256, DKDV): Tile(32, 32, 8, 2)},
+}
 # For 4 bytes an element, whose products the tensor cores round too much.
 _WIDE_TILES = {
     64: (*(Tile(32, 32, 4, 2),) * 3, Tile(32, TILE, 4, 2)),
@@ -55,10 +69,28 @@ def options_for(
     """Tiles of packed query rows, tiles of key rows, and the options to start the program with."""
     group = q_BMHD.shape[2] // k_BNGD.shape[2]
     padded = [max(16, 1 << (width - 1).bit_length()) for width in (request.head_dim, request.v_head_dim)]
-    tables = _WIDE_TILES if request.dtype == torch.float32 else _TILES
-    tile = tables[max(64, *padded)][program]
+    tile = _tile(program, max(64, *padded), request.dtype, shared_memory(q_BMHD.device))
     sizes = Sizes(
         request.head_dim, request.v_head_dim, group, tile.rows, tile.keys, *padded, CAPPED=bool(request.softcap)
     )
     options = {"S": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
     return -(-q_BMHD.shape[1] * group // tile.rows), -(-k_BNGD.shape[1] // tile.keys), options
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> float:
+    """Bytes of shared memory that a program may take; no limit where Triton's interpreter runs it."""
+    if device.type != "cuda":
+        return inf
+    # What Triton compares with when it starts a program. torch's builds for AMD may lack it: all have 64 KB at least.
+    name = "shared_memory_per_block" if torch.version.hip else "shared_memory_per_block_optin"
+    return getattr(torch.cuda.get_device_properties(device), name, 65536)
+
+
+def _tile(program: int, width: int, dtype: torch.dtype, limit: float) -> Tile:
+    if dtype == torch.float32:
+        return _WIDE_TILES[width][program]
+    for most, tiles in _SMALLER_TILES.items():
+        if limit <= most and (width, program) in tiles:
+            return tiles[width, program]
+    return _TILES[width][program]
