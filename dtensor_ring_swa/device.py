@@ -41,7 +41,7 @@ def kept(entries: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
                     captured[args] = _of_warm_up(by_stream(*args))
                 return captured[args]
             found = by_stream(*args)
-            stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+            stream = torch.accelerator.current_stream(device).stream_id if on_gpu else 0
             if stream not in found:
                 found[stream] = make(*args, **kwargs)
             return found[stream]
@@ -72,32 +72,36 @@ class Beside:
     """
 
     def __init__(self, device: torch.device, needed: bool = True) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._ready: torch.Event | None = None
         if device.type == "cuda" and needed:
-            caller = torch.cuda.current_stream(device)
-            self._stream, self._ready = _stream_beside(caller), torch.cuda.Event()
-            self._ready.record(caller)
-        self._context = torch.cuda.stream(self._stream)
+            # Of torch itself, not of torch.cuda, whose streams and events take the host several times as long.
+            caller = torch.accelerator.current_stream(device)
+            which, self._ready = _stream_beside(caller), caller.record_event()
+            # An object of our own: entering one keeps in it what to go back to, and threads may be in at a time.
+            self._stream = torch.Stream(which.stream_id, which.device_index, which.device_type)
 
     def __enter__(self) -> None:
-        self._context.__enter__()
-        if self._stream is not None and self._ready is not None:
-            # Only now: what others queue on this stream before must not wait for it.
-            self._stream.wait_event(self._ready)
-            self._ready = None
+        if self._stream is not None:
+            self._stream.__enter__()
+            if self._ready is not None:
+                # Only now: what others queue on this stream before must not wait for it.
+                self._stream.wait_event(self._ready)
+                self._ready = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._context.__exit__(kind, error, trace)
+        if self._stream is not None:
+            self._stream.__exit__(kind, error, trace)
 
     def join(self) -> None:
         """Let the current stream wait for what was queued here."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 @lru_cache
-def _stream_beside(caller: torch.cuda.Stream) -> torch.cuda.Stream:
-    return torch.cuda.Stream(caller.device, priority=-1)
+def _stream_beside(caller: torch.Stream) -> torch.Stream:
+    return torch.Stream(caller.device, priority=-1)

@@ -7,6 +7,7 @@ mesh axis that shards the sequence, and wraps the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,12 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * max(size, 1))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    # In inference mode from_local fails on torch 2.11; Dynamo does not trace the question.
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else nullcontext():
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
 
 
 def _attention_rule(

@@ -45,7 +45,12 @@ class Names(NamedTuple):
         return cls(kernel, layout, load_balance, exchange, gradients == "deterministic")
 
 
-@torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=())
+# torch.compile(mode="reduce-overhead") makes CUDA graphs, from here on of what is around the ops: in the memory that it
+# gives to a graph it must not find the integers that kernels keep on the device for later calls.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=(), tags=_TAGS)
 @without_autocast
 def attention(
     q_BSHD: torch.Tensor,
@@ -89,7 +94,7 @@ def attention(
     return out, lse, kept
 
 
-@torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=())
+@torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=(), tags=_TAGS)
 @without_autocast
 def attention_backward(
     dout_BSHE: torch.Tensor,
