@@ -36,9 +36,10 @@ class Rate:
 # one is an older measurement on the same kind of GPU. Without limit: one GPU's 210.8 / 582.0 ms (causal) and
 # 463.3 / 1163.8 ms (full) for 131072 tokens.
 RATES = (
-    Rate(128, 4095, 695.0, 592.0),  # 32/8 heads
-    Rate(128, 1023, 542.0, 415.0),  # 32/8 heads
-    Rate(64, 127, 141.0, 96.6),  # 64/8 heads
+    Rate(128, 4095, 709.5, 603.6),  # 32/8 heads
+    Rate(128, 1023, 550.5, 419.6),  # 32/8 heads
+    Rate(64, 127, 140.5, 96.2),  # 64/8 heads
+    Rate(256, 1023, 621.6, 263.9),  # 8/4 heads
     Rate(256, 4095, 709.0, 375.0),  # 8/4 heads
     Rate(128, 131072, 667.6, 604.6, "causal"),  # 32/8 heads
     Rate(128, 131072, 607.5, 604.7, "full"),  # 32/8 heads
@@ -47,9 +48,9 @@ RATES = (
 NVLINK_GB_S = 16.8e6 / 0.06e-3 / 1e9
 # One copy through the memory of an H200.
 MEMORY_GB_S = 4300.0
-# Two ranks, 32768 rows each, w = 4095: `ring` 3.221 / 9.523 ms, `ideal` 3.163 / 9.286.
+# Two ranks, 32768 rows each, w = 4095: `ring` 3.138 / 9.267 ms, `ideal` 3.099 / 9.108.
 # One row in eight is boundary, and the excess is put down to it.
-BOUNDARY_COST = {"forward": 1 + (3.221 / 3.163 - 1) * 8, "backward": 1 + (9.523 / 9.286 - 1) * 8}
+BOUNDARY_COST = {"forward": 1 + (3.138 / 3.099 - 1) * 8, "backward": 1 + (9.267 / 9.108 - 1) * 8}
 # Two ranks, 131072 tokens, causal, balanced: 112.4 / 300.8 ms, where one GPU took 210.8 / 582.0. What dealing and
 # merging do not explain of the excess is put down to kernel calls on parts: these factors make the model give the
 # measured times.
