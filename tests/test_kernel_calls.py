@@ -21,6 +21,7 @@ from dtensor_ring_swa import Window, make_plan
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call, blocks_between
 from dtensor_ring_swa.kernels import KERNELS, Request
+from dtensor_ring_swa.kernels.few_keys import few_keys
 from dtensor_ring_swa.kernels.intervals import intervals_of_keys, intervals_of_queries
 from dtensor_ring_swa.kernels.split_keys import split_keys
 from dtensor_ring_swa.layout import Run, runs
@@ -203,6 +204,9 @@ def label(problem: Problem) -> str:
 @given(call=calls())
 # Windows and sink tokens of documents that end inside a tile.
 @example(call=Call.of(make_plan(120, 1, 0, (5, 0), (0, 30, 37, 90, 120), 2).blocks))
+# Sink tokens of one document, on one rank and on the second of two, whose first rows see no window beside them.
+@example(call=Call.of(make_plan(150, 1, 0, (5, 0), sink_tokens=4).blocks))
+@example(call=Call.of(make_plan(150, 2, 1, (9, 2), sink_tokens=16).boundary_calls[0].blocks))
 # Rows in three blocks.
 @example(
     call=Call.of(blocks_between([Run(0, 30), Run(90, 120)], [Run(0, 30), Run(60, 90)], Window(70, 0), (0, 120), 3))
@@ -228,6 +232,31 @@ def test_split_keys_are_shared_out_whole() -> None:
     parts = covered(split.bounds, SINK_TOKENS.q_len)
     assert parts.sum(1).max() <= 512
     assert torch.equal(split.sums(parts[None, :, :, None].float())[0, :, :, 0].int(), seen[split.rows])
+
+
+@settings(max_examples=300)
+@given(call=calls(400))
+@example(call=Call.of(make_plan(150, 1, 0, (5, 0), sink_tokens=4).blocks))
+def test_few_keys_are_told_from_the_others(call: Call) -> None:
+    few = few_keys(call, CPU)
+    if few is None:
+        return
+    seen = shown(call)
+    assert torch.equal(covered(few.bounds, call.k_len), seen)
+    among = torch.zeros(call.k_len, dtype=torch.bool)
+    among[few.keys] = True
+    assert among.sum() <= 16 and not covered(few.bounds[1:], call.k_len)[:, ~among].any()
+    assert torch.equal(shown(few.others), covered(few.bounds[:1], call.k_len))
+
+
+def test_sink_tokens_of_one_document_are_few_keys() -> None:
+    for ranks in (1, 2, 3):
+        plan = make_plan(300, ranks, ranks - 1, (20, 0), sink_tokens=4)
+        (call,) = plan.interior_calls + plan.boundary_calls
+        few = few_keys(call, CPU)
+        assert few is not None and few.keys == slice(0, 4)
+    assert few_keys(Call.of(make_plan(300, 1, 0, (20, 0), sink_tokens=17).blocks), CPU) is None
+    assert few_keys(Call.of(make_plan(300, 1, 0, (20, 0)).blocks), CPU) is None
 
 
 @settings(max_examples=300)

@@ -6,6 +6,7 @@ each query row has two intervals: of the others, and of the few.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +37,15 @@ class FewKeys(NamedTuple):
     def width(self) -> int:
         """How many they are."""
         return self.keys.stop - self.keys.start
+
+    def new_shares(self, tiles: int, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room ``[B, G, tiles, width, D]`` for what each tile of query rows adds to each of the gradients."""
+        return [x.new_empty(x.shape[0], x.shape[2], tiles, self.width, x.shape[3], dtype=dtype) for x in grads]
+
+    def add(self, grads: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
+        """Add the sums of the shares, times a factor each, to the few rows of the gradients ``[B, N, G, D]``."""
+        for grad, share, factor in zip(grads, shares, factors, strict=True):
+            grad[:, self.keys] += share.sum(2).transpose(1, 2) * factor
 
 
 @kept(KEPT)

@@ -7,6 +7,7 @@ with its own copy of the keys, and the parts are summed in float32, always in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,16 @@ class SplitKeys(NamedTuple):
     bounds: torch.Tensor
     parts: torch.Tensor
     places: torch.Tensor
+
+    def new_parts(self, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room ``[B, rows of the parts, G, D]`` for each of the gradients, part by part in memory."""
+        batch, _, groups, _ = grads[0].shape
+        return [x.new_empty(len(self.copies), batch, groups, x.shape[3], dtype=dtype).transpose(0, 1) for x in grads]
+
+    def put(self, grads: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Write the sums of the parts into their rows of the gradients."""
+        for grad, part in zip(grads, parts, strict=True):
+            grad.index_copy_(1, self.rows, self.sums(part).to(grad.dtype))
 
     def sums(self, parts_BVGD: torch.Tensor) -> torch.Tensor:
         """``[B, rows, G, D]`` of the parts' shares."""

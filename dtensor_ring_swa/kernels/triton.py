@@ -105,31 +105,25 @@ def backward(
             request.scale, **options,
         )  # fmt: skip
 
+    keys, grads = (k_BNGD, v_BNGE), (dk_BNGD, dv_BNGE)
     few = few_keys(call, q_BMHD.device)
     with torch.cuda.device_of(q_BMHD):
-        bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
         tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD)
-        shares = (
-            []
-            if few is None
-            else [lse_BHM.new_empty(batch, groups, tiles, few.width, x.shape[3]) for x in (k_BNGD, v_BNGE)]
-        )
+        bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
+        shares = [] if few is None else few.new_shares(tiles, grads, lse_BHM.dtype)
         _programs().backward_queries[tiles, groups, batch](
-            dout, q, _strided(k_BNGD), _strided(v_BNGE), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
+            dout, q, *map(_strided, keys), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
             q_BMHD.shape[1], *_layers(bounds, few), *(_of_tiles(x) for x in shares or (None, None)), *_scales(request),
             request.scale, **options,
         )  # fmt: skip
         bounds, split = split_keys(call if few is None else few.others, q_BMHD.device)
-        keys_pass(DKDV, bounds, k_BNGD, v_BNGE, dk_BNGD, dv_BNGE)
+        keys_pass(DKDV, bounds, *keys, *grads)
         if split is not None:
-            copies = [x.index_select(1, split.copies) for x in (k_BNGD, v_BNGE)]
-            parts = [lse_BHM.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in copies]
-            keys_pass(SPLIT, split.bounds, *copies, *parts)
-            for grad, part in zip((dk_BNGD, dv_BNGE), parts, strict=True):
-                grad.index_copy_(1, split.rows, split.sums(part).to(grad.dtype))
-    if few is not None:
-        for grad, share, factor in zip((dk_BNGD, dv_BNGE), shares, (request.scale, 1.0), strict=True):
-            grad[:, few.keys] += share.sum(2).transpose(1, 2) * factor
+            parts = split.new_parts(grads, lse_BHM.dtype)
+            keys_pass(SPLIT, split.bounds, *(x.index_select(1, split.copies) for x in keys), *parts)
+            split.put(grads, parts)
+        if few is not None:
+            few.add(grads, shares, (request.scale, 1.0))
     if sinks_H is not None and dsinks_H is not None:
         rows, group = q_BMHD.shape[1], q_BMHD.shape[2] // groups
         of_rows = terms[0][..., : rows * group].unflatten(-1, (rows, group))
