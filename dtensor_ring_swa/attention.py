@@ -122,8 +122,8 @@ def ring_attention(
         deterministic: Bitwise the same gradients on every run; raises where the kernel cannot.
         seq_len: For plain shards: tokens of the whole sequence, when the caller knows it. By default
             the ranks compare notes first (one small message between hosts a call), which also
-            catches ranks that call with different arguments. Under torch.compile, equal shards are
-            taken for granted instead.
+            catches ranks that call with different arguments. A graph of torch.compile is for equal
+            shards, and compares their lengths alone.
         return_lse: Also return the log-sum-exp of the scores.
 
     Returns:
@@ -170,7 +170,7 @@ def ring_attention(
         check_documents(checked.documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    names = Names(kernel, layout, load_balance, exchange, deterministic)
+    names = Names(kernel, layout, load_balance, exchange, deterministic, checked.assumed)
     # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
     tokens = [Window.of(window).left, Window.of(window).right, sink_tokens, seq_len]
     out, lse, _ = attention(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], names.text, checked.place)
@@ -187,12 +187,14 @@ class _Checked(NamedTuple):
         documents: The packed documents, if any; None while torch.compile traces.
         boundaries: Their boundaries, for the op.
         place: The name of a plain shard's group; while tracing on DTensors, this rank's place on the mesh.
+        assumed: Whether the length is that of equal shards, and the ranks have yet to compare.
     """
 
     seq_len: int | None = None
     documents: Documents | None = None
     boundaries: torch.Tensor | None = None
     place: str = ""
+    assumed: bool = False
 
 
 def _check_tensors(
@@ -229,8 +231,9 @@ def _check_tensors(
         checked = checked._replace(seq_len=check_length(q, seq_len))
     if compiling:
         check_even_shards(q, ranks, checked.seq_len)
-        # A graph is traced for shapes that all ranks share, so equal shards are taken for granted there.
-        checked = checked._replace(seq_len=q.shape[1] * ranks if checked.seq_len is None else checked.seq_len)
+        # A graph is traced for shapes that all ranks share; whether they do is compared when it runs.
+        if checked.seq_len is None:
+            checked = checked._replace(seq_len=q.shape[1] * ranks, assumed=ranks > 1)
     if cu_seqlens is not None and compiling:
         # There are no values yet; the op checks them.
         boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)

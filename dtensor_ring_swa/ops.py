@@ -22,6 +22,8 @@ from dtensor_ring_swa.window import Window
 class Names(NamedTuple):
     """What a caller asks for by name, as one argument of the ops.
 
+    ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare.
+
     Torch's autograd wrapper of registered ops takes time that grows with the square of their number of
     arguments (seen on torch 2.13: 257 us for 17, on a slow core), so that the ops have few.
     """
@@ -31,18 +33,20 @@ class Names(NamedTuple):
     load_balance: str
     exchange: str
     deterministic: bool
+    assumed: bool = False
 
     @property
     def text(self) -> str:
         """The argument."""
         gradients = "deterministic" if self.deterministic else "any"
-        return f"{self.kernel} {self.layout} {self.load_balance} {self.exchange} {gradients}"
+        length = "assumed" if self.assumed else "known"
+        return f"{self.kernel} {self.layout} {self.load_balance} {self.exchange} {gradients} {length}"
 
     @classmethod
     def of(cls, text: str) -> Names:
         """Read the argument."""
-        kernel, layout, load_balance, exchange, gradients = text.split()
-        return cls(kernel, layout, load_balance, exchange, gradients == "deterministic")
+        kernel, layout, load_balance, exchange, gradients, length = text.split()
+        return cls(kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed")
 
 
 # torch.compile(mode="reduce-overhead") makes CUDA graphs, from here on of what is around the ops: in the memory that it
@@ -84,6 +88,8 @@ def attention(
     """
     asked = Names.of(names)
     geometry = _geometry(tokens, asked, group_name)
+    if asked.assumed:
+        geometry.compare_rows(q_BSHD.shape[1])
     geometry.check_rows(q_BSHD.shape[1])
     request = _request(q_BSHD, v_BSGE, geometry.window, factors, asked)
     chosen = choose(asked.kernel, request)

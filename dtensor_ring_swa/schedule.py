@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.deal import deal, make_deal
-from dtensor_ring_swa.groups import exchange_group, resolve_group
+from dtensor_ring_swa.groups import agree, exchange_group, resolve_group
 from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.layout import runs
@@ -75,6 +75,15 @@ class Geometry:
         if self.is_ring(self.compute_layout(), packed) or not self.group_name:
             return 0
         return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
+
+    def compare_rows(self, rows: int) -> None:
+        """Raise ValueError on every rank unless all hold as many rows. Collective."""
+        total = agree(resolve_group(self.group_name), ("the length of a shard",), (rows,))
+        if total != self.seq_len:
+            raise ValueError(
+                f"in a graph of torch.compile shards must be of one length, got {rows} tokens here and {total} on the "
+                f"{self.ranks} ranks together; pad the sequence to {-(-total // self.ranks) * self.ranks} tokens"
+            )
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError unless this rank holds the rows that its layout gives it."""

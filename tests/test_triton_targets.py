@@ -57,6 +57,7 @@ CASES = (
     Case("A100", True, 256, 256),
     Case("A100", False, 256, 256, sink_tokens=4),
     Case("L40S", True, 128, 128),
+    Case("L40S", True, 128, 128, sink_tokens=4),
     Case("L40S", True, 256, 256),
     Case("L40S", True, 256, 256, sink_tokens=4),
     Case("L40S", False, 256, 256, sink_tokens=4),

@@ -17,7 +17,7 @@ from dtensor_ring_swa.kernels.few_keys import FewKeys, few_keys
 from dtensor_ring_swa.kernels.intervals import intervals_of_queries
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.kernels.split_keys import split_keys
-from dtensor_ring_swa.kernels.triton_tiles import DKDV, DQ, FORWARD, SPLIT, options_for
+from dtensor_ring_swa.kernels.triton_tiles import DKDV, DQ, DQ_FEW, FORWARD, SPLIT, options_for
 
 NAME = "triton"
 _MAX_HEAD_DIM = 256
@@ -108,7 +108,7 @@ def backward(
     keys, grads = (k_BNGD, v_BNGE), (dk_BNGD, dv_BNGE)
     few = few_keys(call, q_BMHD.device)
     with torch.cuda.device_of(q_BMHD):
-        tiles, _, options = options_for(DQ, request, q_BMHD, k_BNGD)
+        tiles, _, options = options_for(DQ if few is None else DQ_FEW, request, q_BMHD, k_BNGD)
         bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
         shares = [] if few is None else few.new_shares(tiles, grads, lse_BHM.dtype)
         _programs().backward_queries[tiles, groups, batch](

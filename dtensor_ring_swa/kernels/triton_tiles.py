@@ -34,14 +34,14 @@ class Sizes(NamedTuple):
     CAPPED: bool
 
 
-# The programs: forward; dq; dk and dv; and dk and dv of keys that are split.
-FORWARD, DQ, DKDV, SPLIT = range(4)
+# The programs: forward; dq; dk and dv; dk and dv of keys that are split; and dq that takes few keys along.
+FORWARD, DQ, DKDV, SPLIT, DQ_FEW = range(5)
 # Their tiles by the widest head dim, padded to a power of two, for 2 bytes an element.
 _TILES = {
     # Of 8 to 10 tried on an H200 for 64/8 heads and windows of 127 tokens the fastest: 0.472, 0.549 and 0.522 ms.
-    64: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, TILE, 4, 3)),
-    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, TILE, 4, 2)),
-    256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, TILE, 4, 2)),
+    64: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, TILE, 4, 3), Tile(64, 32, 4, 3)),
+    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, TILE, 4, 2), Tile(128, 64, 8, 2)),
+    256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, TILE, 4, 2), Tile(64, 32, 8, 2)),
 }
 # What takes their place on GPUs with at most so many bytes of shared memory a program, the least first: where they need
 # more, or all of it. Chosen to fit, and not timed.
@@ -53,13 +53,19 @@ _SMALLER_TILES = {
         (128, DKDV): Tile(32, 128, 8, 2),
     },
     # NVIDIA: compute capability 8.6, 8.9 and 12.
-    101376: {(256, FORWARD): Tile(64, 32, 8, 2), (256, DQ): Tile(32, 32, 8, 2), (256, DKDV): Tile(32, 32, 8, 2)},
+    101376: {
+        (128, DQ_FEW): Tile(128, 32, 8, 2),
+        (256, FORWARD): Tile(64, 32, 8, 2),
+        (256, DQ): Tile(32, 32, 8, 2),
+        (256, DKDV): Tile(32, 32, 8, 2),
+        (256, DQ_FEW): Tile(32, 32, 8, 2),
+    },
 }
 # For 4 bytes an element, whose products the tensor cores round too much.
 _WIDE_TILES = {
-    64: (*(Tile(32, 32, 4, 2),) * 3, Tile(32, TILE, 4, 2)),
-    128: (Tile(16, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 32, 4, 2), Tile(16, TILE, 4, 2)),
-    256: (Tile(16, 16, 8, 2),) * 4,
+    64: (*(Tile(32, 32, 4, 2),) * 3, Tile(32, TILE, 4, 2), Tile(32, 32, 4, 2)),
+    128: (Tile(16, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 32, 4, 2), Tile(16, TILE, 4, 2), Tile(32, 16, 4, 2)),
+    256: (Tile(16, 16, 8, 2),) * 5,
 }
 
 
