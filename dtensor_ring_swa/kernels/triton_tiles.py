@@ -54,7 +54,7 @@ _SMALLER_TILES = {
     },
     # NVIDIA: compute capability 8.6, 8.9 and 12.
     101376: {
-        (128, DQ_FEW): Tile(128, 32, 8, 2),
+        (128, DQ_FEW): Tile(64, 64, 8, 2),
         (256, FORWARD): Tile(64, 32, 8, 2),
         (256, DQ): Tile(32, 32, 8, 2),
         (256, DKDV): Tile(32, 32, 8, 2),
