@@ -103,17 +103,10 @@ def _few(bounds, layers, rows, count, few, start):
 
 @triton.jit
 def _keys(
-    x,
-    batch,
-    group,
-    first,
-    last,
-    few,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    x, batch, group, first, last, few, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
+    """A tile of key rows of the walk."""
     start, at = first, tl.arange(0, KEYS)
     exist = first + at < last
     if MASKED and few is not None:
@@ -221,24 +214,9 @@ def backward_queries(
         if few is not None:
             # They lie in the first tile of the walk.
             k_tile, p, ds = _through_keys(
-                q_tile,
-                dout_tile,
-                row_lse,
-                delta,
-                k,
-                v,
-                batch,
-                group,
-                edges[0],
-                edges[3],
-                lo,
-                hi,
-                also,
-                scale,
-                cap,
-                True,
-                S,
-            )
+                q_tile, dout_tile, row_lse, delta, k, v, batch, group, edges[0], edges[3], lo, hi, also, scale, cap,
+                True, S,
+            )  # fmt: skip
             acc = tl.dot(ds, k_tile, acc, input_precision="ieee")
             slots = tl.arange(0, S.KEYS)
             share = (batch * tl.num_programs(1) + group) * tl.num_programs(0) + tl.program_id(0)
