@@ -22,6 +22,9 @@ FACTS = (
     "kernel, scale, softcap, deterministic, layout, load_balance or exchange",
 )  # fmt: skip
 
+# Integers above it cannot become floats.
+_LARGEST = torch.finfo(torch.float64).max
+
 
 def facts_of(
     q_BSHD: torch.Tensor,
@@ -97,11 +100,18 @@ def refuse_forward_mode(*tensors: object) -> None:
 
 
 def check_options(softcap: float, scale: float | None) -> None:
-    """Raise ValueError unless both are finite numbers, and ``softcap`` is not negative."""
-    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be a positive number, or 0.0 for none, got {softcap!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
-        raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
+    """Raise ValueError unless both are finite numbers that a float can hold, and ``softcap`` is not negative."""
+    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap <= _LARGEST:
+        raise ValueError(f"softcap must be a positive finite number, or 0.0 for none, got {_number(softcap)}")
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST):
+        raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {_number(scale)}")
+
+
+def _number(x: object) -> str:
+    """A number as it was given, but for integers of hundreds of digits."""
+    if isinstance(x, int) and abs(x) > _LARGEST:
+        return f"an integer of {x.bit_length()} bits, more than a float's largest number {_LARGEST:.3g}"
+    return repr(x)
 
 
 def check_even_shards(q_BSHD: torch.Tensor, ranks: int, seq_len: int | None) -> None:

@@ -213,6 +213,8 @@ def on_host(cu_seqlens: object) -> torch.Tensor:
             raise ValueError(f"cu_seqlens as a list needs one boundary list a batch row, got {cu_seqlens!r}")
         longest = max(map(len, rows))
         return torch.stack([torch.cat((row, row[-1:].expand(longest - len(row)))) for row in rows])
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout != torch.strided:
+        raise ValueError(f"cu_seqlens must be a dense tensor, got {cu_seqlens.layout}; pass cu_seqlens.to_dense()")
     try:
         host = cu_seqlens.detach().cpu() if isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:

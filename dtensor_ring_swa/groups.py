@@ -20,10 +20,11 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> ProcessGroup:
     """The process group of a 1-D mesh, or the group itself.
 
     Raises:
-        ValueError: If the mesh has more than one axis, or ``mesh`` is neither.
+        ValueError: If the mesh has more than one axis, this rank is not in it, or ``mesh`` is neither.
     """
     if isinstance(mesh, ProcessGroup):
         return mesh
+    refuse_outsider(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a 1-D DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -32,6 +33,24 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> ProcessGroup:
             f"{mesh.mesh_dim_names}; pass a slice such as mesh['cp']"
         )
     return mesh.get_group()
+
+
+def refuse_outsider(mesh: object) -> None:
+    """Raise ValueError if ``mesh`` is a mesh, or what ``new_group`` returned, of other ranks than this one.
+
+    Nothing is sent. The ranks that are in it do not wait: they compare notes and exchange among themselves.
+    """
+    # What new_group returns on the other ranks is no ProcessGroup; seen on torch 2.11 and 2.13: the integer -100.
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        what = "a process group that this rank is not in (GroupMember.NON_GROUP_MEMBER, as new_group returns there)"
+    elif isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        what = f"{mesh}, which this rank is not in"
+    else:
+        return
+    raise ValueError(
+        f"rank {dist.get_rank()} got {what}; accepted is a DeviceMesh or ProcessGroup that the calling rank is a "
+        "member of: call on the members alone, or pass each rank the mesh or group that holds it"
+    )
 
 
 def resolve_group(name: str) -> ProcessGroup:

@@ -15,8 +15,8 @@ from dtensor_ring_swa.attention import CuSeqlens
 from dtensor_ring_swa.checks import check_documents, check_layout, check_seq_len
 from dtensor_ring_swa.documents import Documents, check_whole
 from dtensor_ring_swa.dtensor import wrap
-from dtensor_ring_swa.groups import agree, group_of
-from dtensor_ring_swa.layout import Run, runs
+from dtensor_ring_swa.groups import agree, group_of, refuse_outsider
+from dtensor_ring_swa.layout import Run, chunk_length, runs
 
 IGNORE_INDEX = -100
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
@@ -25,7 +25,7 @@ _FACTS = ("the length of a shard", "how many tensors to gather", "the dtype, the
 
 @overload
 def shard_sequence(
-    mesh: DeviceMesh | ProcessGroup, tensor: torch.Tensor, /, *, dim: int = ..., layout: str = ...
+    mesh: DeviceMesh | ProcessGroup, tensor: torch.Tensor, /, *, dim: int = ..., layout: str = ..., even: bool = ...
 ) -> torch.Tensor: ...
 @overload
 def shard_sequence(
@@ -36,9 +36,15 @@ def shard_sequence(
     *more: torch.Tensor,
     dim: int = ...,
     layout: str = ...,
+    even: bool = ...,
 ) -> tuple[torch.Tensor, ...]: ...
 def shard_sequence(
-    mesh: DeviceMesh | ProcessGroup, /, *tensors: torch.Tensor, dim: int = 1, layout: str = "contiguous"
+    mesh: DeviceMesh | ProcessGroup,
+    /,
+    *tensors: torch.Tensor,
+    dim: int = 1,
+    layout: str = "contiguous",
+    even: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """This rank's shard of tensors that every rank holds whole. Nothing is sent.
 
@@ -47,20 +53,32 @@ def shard_sequence(
         *tensors: Tensors with the whole sequence on ``dim``, for example tokens and labels ``[B, S]``.
         dim: The sequence dim.
         layout: How positions lie on the ranks; see ``ring_attention``.
+        even: Raise unless the length divides over the ranks. Set it where the shards go into code that
+            ``torch.compile`` traces: unequal shards cannot be in its graphs, and here, outside of them,
+            all ranks see the whole length and raise alike.
 
     Returns:
         The shard of one tensor, or a tuple of shards of several; sizes are ``torch.chunk``'s, so
         trailing ranks may get fewer tokens or none. Shards are views.
 
     Raises:
-        ValueError: If the tensors' lengths differ, ``dim`` is not one of theirs, or they are DTensors.
+        ValueError: If the tensors' lengths differ, ``dim`` is not one of theirs, they are DTensors, this rank is
+            not in the mesh, or the length does not divide over the ranks and ``even`` is set.
     """
     check_layout(layout)
+    _check_dim(dim)
     group = group_of(mesh)
+    ranks = dist.get_world_size(group)
     lengths = {x.shape[dim] for x in tensors if _has_dim(x, dim)}
     if len(lengths) != 1 or not all(_has_dim(x, dim) for x in tensors):
         raise ValueError(f"shard_sequence needs plain tensors of one length on dim {dim}, got {_kinds(tensors)}")
-    mine = runs(layout, lengths.pop(), dist.get_world_size(group), dist.get_rank(group))
+    length = lengths.pop()
+    mine = runs(layout, length, ranks, dist.get_rank(group))
+    if even and length % ranks:
+        raise ValueError(
+            f"even=True needs a length that divides over the {ranks} ranks, got {length} tokens on dim {dim}; pad them "
+            f"to {chunk_length(length, ranks) * ranks}, or leave even out where torch.compile traces nothing"
+        )
     shards = tuple(_take(x, dim, mine) for x in tensors)
     return shards[0] if len(shards) == 1 else shards
 
@@ -98,11 +116,12 @@ def gather_sequence(
 
     Raises:
         ValueError: If the shards' lengths are not ``torch.chunk``'s, the ranks' tensors do not fit together,
-            or ``dim`` is not one of theirs; on every rank.
+            or ``dim`` is not one of theirs; on every rank. If this rank is not in the mesh; on it alone.
     """
     group = group_of(mesh)
     try:
         check_layout(layout)
+        _check_dim(dim)
         if not tensors or not all(_has_dim(x, dim) for x in tensors):
             raise ValueError(f"gather_sequence needs plain tensors with a dim {dim}, got {_kinds(tensors)}")
     except ValueError as problem:
@@ -120,6 +139,13 @@ def gather_sequence(
             dealt = dealt.index_select(dim, torch.cat(held).argsort())
         wholes.append(dealt)
     return wholes[0] if len(wholes) == 1 else tuple(wholes)
+
+
+def _check_dim(dim: object) -> None:
+    """Raise ValueError unless it is an integer."""
+    # Dynamo answers isinstance for an integer that varies, but not hasattr (seen on torch 2.13).
+    if not (isinstance(dim, int) or hasattr(dim, "__index__")):
+        raise ValueError(f"dim must be an integer, the number of the sequence dim, got {dim!r}")
 
 
 def _has_dim(x: object, dim: int) -> bool:
@@ -162,7 +188,8 @@ def positions(
         int64 ``[S_local]``.
 
     Raises:
-        ValueError: If ``seq_len`` is not a number of tokens, or one that the layout cannot deal out.
+        ValueError: If ``seq_len`` is not a number of tokens, or one that the layout cannot deal out, or this
+            rank is not in the mesh.
     """
     check_layout(layout)
     check_seq_len(seq_len)
@@ -236,12 +263,16 @@ def token_mean(
         If no rank has a valid token it is 0, with zero gradients.
 
     Raises:
-        ValueError: If ``gradients`` is neither, or ``mesh`` is no mesh.
+        ValueError: If ``gradients`` is neither, ``mesh`` is no mesh or one that this rank is not in, or
+            ``loss_sum`` or ``count`` is not a single number.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients must be 'mean' or 'sum', got {gradients!r}")
+    refuse_outsider(mesh)
     if mesh is not None and not isinstance(mesh, (DeviceMesh, ProcessGroup)):
         raise ValueError(f"mesh must be a DeviceMesh, a ProcessGroup or None, got {type(mesh).__name__}")
+    _check_scalar("loss_sum", loss_sum, "pass the sum over this rank's tokens: losses.sum()")
+    _check_scalar("count", count, "pass the number of this rank's valid tokens: (labels != -100).sum()")
     totals = torch.stack(
         (loss_sum.detach().double(), torch.as_tensor(count, dtype=torch.double, device=loss_sum.device))
     )
@@ -255,3 +286,12 @@ def token_mean(
     share = loss_sum * ((ranks if gradients == "mean" else 1) / tokens).to(loss_sum.dtype)
     # The share's value cancels exactly and leaves its gradient.
     return (totals[0] / tokens).to(loss_sum.dtype) + (share - share.detach())
+
+
+def _check_scalar(name: str, x: object, advice: str) -> None:
+    """Raise ValueError unless it is one number: a tensor without dims or, for a count, a plain number."""
+    if isinstance(x, torch.Tensor):
+        if x.ndim:
+            raise ValueError(f"{name} must be a scalar, got a tensor of shape {list(x.shape)}; {advice}")
+    elif name != "count" or not (isinstance(x, (int, float)) or hasattr(x, "__float__")):
+        raise ValueError(f"{name} must be a scalar{' tensor' * (name != 'count')}, got {x!r}; {advice}")

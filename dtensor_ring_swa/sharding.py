@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from dtensor_ring_swa.groups import group_of
+from dtensor_ring_swa.groups import group_of, refuse_outsider
 
 _BATCH, _SEQUENCE, _HEADS = 0, 1, 2
 _LSE_DIM = {_BATCH: 0, _HEADS: 1, _SEQUENCE: 2}
@@ -99,11 +99,12 @@ def check_dtensors(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | Proces
     """How three DTensors are sharded, if attention can be computed on them as they lie.
 
     Raises:
-        ValueError: If their meshes or placements do not fit together, heads do not divide over the
-            ranks that share them, or ``mesh`` has other ranks than the sequence.
+        ValueError: If their meshes or placements do not fit together, this rank is not in their mesh, heads do
+            not divide over the ranks that share them, or ``mesh`` has other ranks than the sequence.
     """
     if not q.device_mesh == k.device_mesh == v.device_mesh:
         raise ValueError(f"q, k and v lie on different meshes: {[x.device_mesh for x in (q, k, v)]}")
+    refuse_outsider(q.device_mesh)
     how = sharding(q.device_mesh, q.placements, k.placements, v.placements)
     q_heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
     ranks = math.prod([q.device_mesh.size(axis) for axis in how.head_axes])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from dtensor_ring_swa import Window, ring_attention
+from dtensor_ring_swa import Window, gather_sequence, positions, ring_attention, shard_sequence, token_mean
 from dtensor_ring_swa.testing import RankPool
 
 from cases import mesh_of
@@ -60,6 +62,8 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"softcap": float("nan")}, "softcap"),
         ({"scale": float("inf")}, "scale"),
         ({"scale": "0.1"}, "scale"),
+        ({"scale": -(10**400)}, "scale must be a finite number, .* got an integer of 1329 bits, more than a float's"),
+        ({"softcap": 10**400}, "softcap must be a positive finite number, .* got an integer of 1329 bits"),
         ({"layout": "spiral"}, "layout must be"),
         ({"load_balance": "maybe"}, "load_balance must be"),
         ({"layout": "striped", "load_balance": "zigzag"}, "re-deals contiguous shards"),
@@ -81,6 +85,7 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"cu_seqlens": [0, 3]}, r"end at the 4 tokens .* got cu_seqlens\[-1\] = 3; make padding"),
         ({"cu_seqlens": torch.tensor([[0, 4], [0, 4]])}, r"got \[2, 2\] for 1 rows"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, r"must be int32 or int64 .* got torch\.float32 \[2\]"),
+        ({"cu_seqlens": torch.tensor([0, 4]).to_sparse()}, r"must be a dense tensor, got .*; pass cu_seqlens.to_dense"),
         ({"cu_seqlens": "0, 4"}, r"must be int32 or int64 .* got '0, 4'"),
         ({"cu_seqlens": [0, None, 4]}, r"must be int32 or int64 .* got \[0, None, 4\]"),
         ({"cu_seqlens": [0, [4]]}, r"must be int32 or int64"),
@@ -235,6 +240,13 @@ def test_heads_that_do_not_divide_over_ranks(pools: Pools) -> None:
         assert "3 query heads and 3 key/value heads do not divide over 2 ranks" in message
 
 
+class Torn(list[int]):
+    """Boundaries whose reading fails in a way that no check foresees."""
+
+    def __iter__(self) -> Any:
+        raise OSError("cannot be read")
+
+
 def bad_shards(what: str) -> str:
     rank = dist.get_rank()
     rows = 4
@@ -253,7 +265,7 @@ def bad_shards(what: str) -> str:
     if what == "not boundaries" and rank == 1:
         arguments["cu_seqlens"] = object()
     if what == "error of another kind" and rank == 1:
-        arguments["cu_seqlens"] = torch.tensor([0, 16]).to_sparse()
+        arguments["cu_seqlens"] = Torn([0, 16])
     if what == "gradient":
         tensors["q"].requires_grad_(rank == 0)
     if what == "kernel" and rank == 0:
@@ -288,7 +300,7 @@ def bad_shards(what: str) -> str:
         ("dtype", 0, "disagree on the dtype", "disagree on the dtype"),
         ("device", 0, "disagree on the kind of device", "disagree on the kind of device"),
         ("not boundaries", 1, "must be int32 or int64", "rank 1 of the context-parallel group refused"),
-        ("error of another kind", 1, "storage", "rank 1 of the context-parallel group refused"),
+        ("error of another kind", 1, "cannot be read", "rank 1 of the context-parallel group refused"),
         ("gradient", 0, "disagree on whether a gradient is needed", "disagree on whether a gradient is needed"),
         ("kernel", 0, "unknown kernel 'nonsense'", "rank 0 of the context-parallel group refused"),
         ("sink_tokens", 0, "disagree on sink_tokens: [0, 0, 0, 1]", "disagree on sink_tokens"),
@@ -338,3 +350,51 @@ def test_with_seq_len_a_refusal_waits_for_nobody(pools: Pools, change: dict[str,
     # The ranks compare nothing then: one that raises must not begin a comparison which its peers never join.
     _, said = pools(2).run(refusal_of_rank_1_alone, change)
     assert "window left must be" in said or "same length" in said
+
+
+@cache
+def of_two(kind: str) -> Any:
+    """A mesh or a group of ranks 0 and 1 of three; made by all three, once."""
+    return DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)) if kind == "mesh" else dist.new_group([0, 1])
+
+
+def with_an_outsider(kind: str, what: str) -> float | str:
+    """How far the members' answer is from one process; the outsider's error."""
+    mesh = of_two(kind)
+    whole = torch.arange(8.0).view(1, 8, 1, 1)
+    try:
+        if what == "token_mean":
+            return abs(float(token_mean(torch.tensor(3.0 + dist.get_rank()), 2, mesh)) - 7 / 4)
+        if what == "positions":
+            return abs(int(positions(mesh, 8)[0]) - 4 * dist.get_rank())
+        if what == "gather_sequence":
+            return float((gather_sequence(mesh, whole[:, :4] + 4 * dist.get_rank()) - whole).abs().max())
+        if what == "shard_sequence":
+            return abs(float(shard_sequence(mesh, whole)[0, 0]) - 4 * dist.get_rank())
+        if what == "DTensors":
+            x = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
+            out = ring_attention(x, x, x, window=(5, 0))
+            assert isinstance(out, DTensor)
+            return float((out.full_tensor() - ring_attention(whole, whole, whole, window=(5, 0))).abs().max())
+        x = whole[:, 4 * dist.get_rank() :][:, :4]
+        out = ring_attention(x, x, x, window=(5, 0), mesh=mesh)
+        want = ring_attention(whole, whole, whole, window=(5, 0))[:, 4 * dist.get_rank() :][:, :4]
+        return float((out - want).abs().max())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        *((kind, what) for kind in ("mesh", "group") for what in
+          ("ring_attention", "shard_sequence", "gather_sequence", "positions", "token_mean")),
+        ("mesh", "DTensors"),
+    ],
+)  # fmt: skip
+def test_a_rank_outside_of_the_mesh_raises_and_its_members_go_on(pools: Pools, kind: str, what: str) -> None:
+    *members, outsider = pools(3).run(with_an_outsider, kind, what)
+    assert all(isinstance(far, float | int) and far < 1e-5 for far in members), members
+    given = "DeviceMesh((cp=2)" if kind == "mesh" else "GroupMember.NON_GROUP_MEMBER"
+    assert isinstance(outsider, str) and outsider.startswith("rank 2 got ") and given in outsider
+    assert "that the calling rank is a member of: call on the members alone" in outsider

@@ -311,7 +311,7 @@ def refusal(case: str, *args: Any) -> str:
     """The error of a case on this rank."""
     try:
         REFUSED[case](*args)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 
@@ -321,6 +321,15 @@ def call(name: str = "mistral", changed: Any = None, train: bool = False, **inpu
     model = model_of(name, **(changed or {})).train(train)
     hf.attach(model, mesh_here())
     model(**({"input_ids": tokens_of(1, 13)} | inputs))
+
+
+def call_strict(**inputs: Any) -> None:
+    """An attached model whose forward takes nothing that it does not name."""
+    model = model_of("mistral")
+    forward = model.forward
+    model.forward = lambda input_ids=None, position_ids=None: forward(input_ids, position_ids=position_ids)
+    hf.attach(model, mesh_here())
+    model(input_ids=tokens_of(1, 13), **inputs)
 
 
 def call_of(name: str, config: Any, **inputs: Any) -> None:
@@ -355,8 +364,10 @@ def cached() -> None:
     model.set_attn_implementation("ring")
     run = shard(26, 2, rank_here())
     with hf.context_parallel(mesh_here()):
-        cache = model(tokens_of(1, 13), position_ids=torch.arange(run.start, run.stop)[None], use_cache=True).cache
-        model(tokens_of(1, 1), cache=cache, position_ids=torch.tensor([[26]]))
+        out = model(tokens_of(1, 13), position_ids=torch.arange(run.start, run.stop)[None], use_cache=True)
+        # transformers 5.17 knows it by the other name.
+        name = "cache" if "cache" in out else "past_key_values"
+        model(tokens_of(1, 1), position_ids=torch.tensor([[26]]), **{name: out[name]})
 
 
 def zigzag() -> torch.Tensor:
@@ -401,6 +412,18 @@ REFUSED: dict[str, Callable[..., None]] = {
     ),
     "ValueError: the ranks disagree on cu_seq_lens_q": lambda: call(
         cu_seq_lens_q=torch.tensor([0, 5 + rank_here(), 26])
+    ),
+    "ValueError: the ranks disagree on the keywords that forward does not name": lambda: call(
+        head_mask=torch.ones(4) if rank_here() else None
+    ),
+    "ValueError: the ranks disagree on the keywords that forward does not name, which": lambda: call(
+        is_causal=False if rank_here() else None
+    ),
+    "TypeError: got an unexpected keyword argument 'misspelt'": lambda: call_strict(
+        **{"misspelt": 1} if rank_here() else {}
+    ),
+    "NotImplementedError: MistralAttention hands misspelt": lambda: call_in_context(
+        "mistral", position_ids=places_here(), **{"misspelt": 1} if rank_here() else {}
     ),
     "ValueError: shards of [12, 13] tokens are not": lambda: call(input_ids=tokens_of(1, 12 + rank_here())),
     "ValueError: 1 tokens on 2 ranks leave": lambda: call(input_ids=tokens_of(1, 1 - rank_here())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -298,8 +299,13 @@ def checkpoint_inside(form: str) -> str:
         try:
             recomputed(function, *leaves, use_reentrant=form == "reentrant")
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
+            said = f"{type(error).__name__}: {error}"
+        else:
+            raise AssertionError("nothing was raised")
+    # On torch 2.11 the checkpoint that Dynamo's error has left lives on in a cycle, and its hooks with it: this process
+    # would recompute whatever it saves next.
+    gc.collect()
+    return said
 
 
 def layer_runs_without_gradients(*tensors: torch.Tensor) -> None:

@@ -66,6 +66,36 @@ def test_shards_are_torch_chunks(pools: Pools, ranks: int, dim: int) -> None:
             assert torch.equal(a, chunk) and torch.equal(b, -chunk)
 
 
+def even_shards(seq_len: int, layout: str) -> Any:
+    x = torch.arange(seq_len)[None]
+    try:
+        shard = shard_sequence(cp_mesh(), x, layout=layout, even=True)
+    except ValueError as error:
+        return str(error)
+    return torch.equal(shard, shard_sequence(cp_mesh(), x, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "layout", "words"),
+    [
+        (9, "contiguous", None),
+        (0, "contiguous", None),
+        (12, "zigzag", None),
+        # The last rank has one token, or none, and its peers equally many: all raise.
+        (
+            7,
+            "contiguous",
+            "even=True needs a length that divides over the 3 ranks, got 7 tokens on dim 1; pad them to 9,",
+        ),
+        (2, "contiguous", "got 2 tokens on dim 1; pad them to 3, or leave even out"),
+        (9, "zigzag", "needs a multiple of 6 tokens, got 9"),
+    ],
+)
+def test_even_shards_or_an_error_on_every_rank(pools: Pools, seq_len: int, layout: str, words: str | None) -> None:
+    for found in pools(3).run(even_shards, seq_len, layout):
+        assert found is True if words is None else words in found
+
+
 def positions_of(seq_len: int, kind: str) -> torch.Tensor:
     return positions(axis(kind), seq_len)
 
@@ -174,6 +204,8 @@ def refused_on_rank() -> list[str]:
     return [
         refusal(shard_sequence, mesh, x, torch.ones(1, 5)),
         refusal(shard_sequence, mesh, x, dim=2),
+        refusal(shard_sequence, mesh, x, dim="1"),
+        refusal(gather_sequence, mesh, x, dim="1"),
         refusal(shard_sequence, mesh, x, torch.ones(4)),
         refusal(shard_sequence, mesh),
         *(refusal(f, mesh, distribute_tensor(x, mesh, [Shard(1)])) for f in (shard_sequence, gather_sequence)),
@@ -188,9 +220,10 @@ def test_bad_arguments_raise_and_say_what_was_given(pools: Pools) -> None:
     first, *others = pools(2).run(refused_on_rank)
     assert others == [first]
     assert all(said.startswith("ValueError") for said in first)
-    lengths, dim, missing_dim, nothing, to_shard, to_gather, float_, negative, *rest = first
+    lengths, dim, no_dim, no_dim_to_gather, missing_dim, nothing, to_shard, to_gather, float_, negative, *rest = first
     assert "got ['DTensor']" in to_shard and "got ['DTensor']" in to_gather
     assert float_.endswith("tokens >= 0, got 8.0") and negative.endswith("tokens >= 0, got -8")
+    assert "dim must be an integer" in no_dim and no_dim == no_dim_to_gather and no_dim.endswith("got '1'")
     assert "[1, 4], [1, 5]" in lengths and "dim 2" in dim and "[4]" in missing_dim and "one length" in nothing
     for said in rest[:3]:
         assert "('dp', 'cp')" in said and "mesh['cp']" in said
@@ -391,6 +424,10 @@ def test_token_mean_without_a_mesh_is_the_mean() -> None:
     [
         ({"gradients": "average"}, "'mean' or 'sum', got 'average'"),
         ({"mesh": "cp"}, "mesh must be a DeviceMesh, a ProcessGroup or None, got str"),
+        ({"loss_sum": torch.ones(3)}, r"loss_sum must be a scalar, got a tensor of shape \[3\]; pass the sum"),
+        ({"loss_sum": 6.0}, r"loss_sum must be a scalar tensor, got 6\.0"),
+        ({"count": torch.ones(3)}, r"count must be a scalar, got a tensor of shape \[3\]; pass the number"),
+        ({"count": [1, 2]}, r"count must be a scalar, got \[1, 2\]; pass the number"),
     ],
 )
 def test_token_mean_refuses_what_it_would_misread(arguments: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from dtensor_ring_swa.groups import group_of
-from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward
+from dtensor_ring_swa.integrations.hf_attention import passed_on, ring_attention_forward
 from dtensor_ring_swa.integrations.hf_mask import Scope, refuse_padding, ring_mask, scope
 from dtensor_ring_swa.integrations.hf_model import first_position, refuse_mixing
 from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle
@@ -107,7 +107,7 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
     entered: list[Token[Scope | None]] = []
 
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        here, given = _shard_of(module, mesh, _by_name(signature, args, kwargs))
+        here, given = _shard_of(module, mesh, signature, args, kwargs)
         entered.append(scope.set(here))
         return (), given
 
@@ -128,24 +128,31 @@ def detach(model: PreTrainedModel) -> None:
         handle.remove()
 
 
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name."""
+def _by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call's arguments by name, and those of them that ``forward`` does not name; TypeError if it takes no such."""
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    others: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
+            others |= given.pop(name, {})
+    return given | others, others
 
 
 def _shard_of(
-    model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None, given: dict[str, Any]
+    model: PreTrainedModel,
+    mesh: DeviceMesh | ProcessGroup | None,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[Scope, dict[str, Any]]:
     """Check one call's arguments with the other ranks, and complete them. Collective."""
     error: Exception | None = None
-    batch = rows = 0
-    tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-    position_ids, edges = given.get("position_ids"), (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
+    batch, rows, tokens, given, others = 0, 0, None, {}, {}
     try:
+        given, others = _by_name(signature, args, kwargs)
+        tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if not isinstance(tokens, torch.Tensor):
             raise ValueError("an attached model needs this rank's shard of input_ids or inputs_embeds, got neither")
         dims = 3 if given.get("input_ids") is None else 2
@@ -158,7 +165,8 @@ def _shard_of(
         _check_call(model, given)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         error = problem
-    settled = settle(mesh, batch, rows, position_ids, edges, error)
+    position_ids, edges = given.get("position_ids"), (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
+    settled = settle(mesh, batch, rows, position_ids, edges, error, passed_on(others))
     assert tokens is not None
     if position_ids is None:
         own = positions(mesh, settled.seq_len, device=tokens.device)

@@ -18,6 +18,7 @@ HARMLESS = frozenset(
         "output_hidden_states", "output_router_logits", "return_dict", "shift_labels", "use_cache",
     )
 )  # fmt: skip
+_EDGES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def ring_attention_forward(
@@ -71,9 +72,13 @@ def ring_attention_forward(
             f"{type(module).__name__} needs a mask from the mask function of 'ring', got {given}: masks of one's own "
             "cannot be honoured, nor models that make their masks without transformers.masking_utils"
         )
-    _refuse(module, dropout, others)
-    _check_window(attention_mask.window, sliding_window, is_causal)
-    tokens = attention_mask.settle(module, query, position_ids, (cu_seq_lens_q, cu_seq_lens_k))
+    error: Exception | None = None
+    try:
+        _refuse(module, dropout, others)
+        _check_window(attention_mask.window, sliding_window, is_causal)
+    except (NotImplementedError, ValueError) as problem:
+        error = problem
+    tokens = attention_mask.settle(module, query, position_ids, (cu_seq_lens_q, cu_seq_lens_k), error)
     q_BSHD, k_BSGD, v_BSGE = (x.transpose(1, 2) for x in (query, key, value))
     out_BSHE = ring_attention(
         q_BSHD, k_BSGD, v_BSGE, window=attention_mask.window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
@@ -81,6 +86,18 @@ def ring_attention_forward(
         deterministic=bool(deterministic),
     )  # fmt: skip
     return out_BSHE, None
+
+
+def passed_on(others: dict[str, Any]) -> str:
+    """What a model may hand on to its attention, for the ranks to compare: what one gets alone, it refuses alone.
+
+    Args:
+        others: The keywords of a model's call that its ``forward`` does not name.
+    """
+    # The boundaries are compared by themselves.
+    said = {name: x for name, x in others.items() if x is not None and name not in HARMLESS and name not in _EDGES}
+    plain = (bool, int, float, str)
+    return repr(sorted((name, repr(x) if isinstance(x, plain) else type(x).__name__) for name, x in said.items()))
 
 
 def _refuse(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:

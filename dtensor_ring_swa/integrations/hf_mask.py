@@ -40,9 +40,18 @@ class RingMask:
     error: Exception | None = None
 
     def settle(
-        self, module: nn.Module, q_BHSD: torch.Tensor, position_ids: torch.Tensor | None, edges: Edges
+        self,
+        module: nn.Module,
+        q_BHSD: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        edges: Edges,
+        error: Exception | None = None,
     ) -> Tokens:
-        """The tokens of this forward; at the first layer the ranks compare what they know. Then it is collective."""
+        """The tokens of this forward; at the first layer the ranks compare what they know. Then it is collective.
+
+        Raises:
+            Exception: ``error``, what this layer found wrong; all ranks raise where they compare.
+        """
         if self.tokens is None:
             if self.error is None and position_ids is None and ranks_of(self.mesh) > 1:
                 self.error = NotImplementedError(
@@ -50,7 +59,9 @@ class RingMask:
                     "checked; use attach(model, mesh), which sets them, instead of context_parallel(mesh)"
                 )
             batch, _, rows, _ = q_BHSD.shape
-            self.tokens = settle(self.mesh, batch, rows, position_ids, edges, self.error)
+            self.tokens = settle(self.mesh, batch, rows, position_ids, edges, self.error or error)
+        if error is not None:
+            raise error
         return self.tokens
 
 

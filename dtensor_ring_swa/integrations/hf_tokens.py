@@ -19,7 +19,10 @@ Mesh = DeviceMesh | ProcessGroup | None
 # cu_seq_lens_q and cu_seq_lens_k.
 Edges = tuple[torch.Tensor | None, torch.Tensor | None]
 
-FACTS = ("the length of a shard", "the batch size", "the number of rows of position_ids", "cu_seq_lens_q")
+FACTS = (
+    "the length of a shard", "the batch size", "the number of rows of position_ids", "cu_seq_lens_q",
+    "the keywords that forward does not name, which the model may hand to its attention",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,7 @@ def settle(
     position_ids: torch.Tensor | None = None,
     cu_seq_lens: Edges = (None, None),
     error: Exception | None = None,
+    keywords: str = "",
 ) -> Tokens:
     """Let the ranks compare their inputs, and find the documents. Collective.
 
@@ -59,6 +63,7 @@ def settle(
         cu_seq_lens: Boundaries of documents in the whole sequence ``[N + 1]``, those of the queries and of the
             keys, which must be the same; needs a batch of 1.
         error: What this rank has found wrong already; then all ranks raise.
+        keywords: What else the model was called with, which must be the same on all ranks.
 
     Raises:
         ValueError: If the inputs do not fit together, on every rank.
@@ -75,7 +80,8 @@ def settle(
             raise error
         seq_len = rows
     else:
-        facts = (rows, batch, 0 if position_ids is None else len(position_ids), crc32(repr(edges).encode()))
+        others = crc32(repr(edges).encode()), crc32(keywords.encode())
+        facts = (rows, batch, 0 if position_ids is None else len(position_ids), *others)
         seq_len = agree(group_of(mesh), FACTS, facts, error)
     if edges is not None:
         _check_edges(edges, batch, seq_len)
