@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from dtensor_ring_swa import Window, gather_sequence, positions, ring_attention, shard_sequence, token_mean
+from dtensor_ring_swa import (
+    RingAttention,
+    Window,
+    apply_context_parallel,
+    gather_sequence,
+    positions,
+    ring_attention,
+    shard_sequence,
+    token_mean,
+)
 from dtensor_ring_swa.testing import RankPool
 
 from cases import mesh_of
@@ -371,6 +380,12 @@ def with_an_outsider(kind: str, what: str) -> float | str:
             return float((gather_sequence(mesh, whole[:, :4] + 4 * dist.get_rank()) - whole).abs().max())
         if what == "shard_sequence":
             return abs(float(shard_sequence(mesh, whole)[0, 0]) - 4 * dist.get_rank())
+        if what == "a plan":
+            core = RingAttention((5, 0))
+            apply_context_parallel(torch.nn.ModuleDict({"core": core}), mesh, ["core"])
+            x = whole[:, 4 * dist.get_rank() :][:, :4]
+            want = ring_attention(whole, whole, whole, window=(5, 0))[:, 4 * dist.get_rank() :][:, :4]
+            return float((core(x, x, x) - want).abs().max())
         if what == "DTensors":
             x = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
             out = ring_attention(x, x, x, window=(5, 0))
@@ -390,11 +405,13 @@ def with_an_outsider(kind: str, what: str) -> float | str:
         *((kind, what) for kind in ("mesh", "group") for what in
           ("ring_attention", "shard_sequence", "gather_sequence", "positions", "token_mean")),
         ("mesh", "DTensors"),
+        ("mesh", "a plan"),
     ],
 )  # fmt: skip
 def test_a_rank_outside_of_the_mesh_raises_and_its_members_go_on(pools: Pools, kind: str, what: str) -> None:
     *members, outsider = pools(3).run(with_an_outsider, kind, what)
     assert all(isinstance(far, float | int) and far < 1e-5 for far in members), members
     given = "DeviceMesh((cp=2)" if kind == "mesh" else "GroupMember.NON_GROUP_MEMBER"
-    assert isinstance(outsider, str) and outsider.startswith("rank 2 got ") and given in outsider
+    assert isinstance(outsider, str)
+    assert f"rank 2 got {'a process group' if kind == 'group' else given}" in outsider and given in outsider
     assert "that the calling rank is a member of: call on the members alone" in outsider

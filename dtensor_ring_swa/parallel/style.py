@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring_swa.checks import check_layout, check_seq_len
+from dtensor_ring_swa.groups import refuse_outsider
 from dtensor_ring_swa.module import RingAttention
 from dtensor_ring_swa.parallel.hooks import Hooks
 from dtensor_ring_swa.parallel.inputs import Key, Parameters
@@ -50,7 +51,7 @@ class ContextParallel(ParallelStyle):
 
     Raises:
         ValueError: For a ``seq_dim``, ``seq_len``, ``layout`` or ``inputs`` that cannot be one. When applied, if the
-            module takes no such input, the mesh has no such axis, layouts contradict each other, or a
+            module takes no such input, the mesh has no such axis or not this rank, layouts contradict each other, or a
             ``RingAttention`` would not see the whole sequence.
     """
 
@@ -105,6 +106,7 @@ class ContextParallel(ParallelStyle):
         return module
 
     def _hooks(self, module: nn.Module, mesh: DeviceMesh, name: str) -> Hooks:
+        refuse_outsider(mesh)
         parameters = Parameters.of(module)
         inputs = self.inputs
         if inputs is None and isinstance(module, RingAttention):
