@@ -171,8 +171,9 @@ def ring_attention(
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     names = Names(kernel, layout, load_balance, exchange, deterministic, checked.assumed)
+    window = Window.of(window)
     # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
-    tokens = [Window.of(window).left, Window.of(window).right, sink_tokens, seq_len]
+    tokens = [window.left, window.right, sink_tokens, seq_len]
     out, lse, _ = attention(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], names.text, checked.place)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)

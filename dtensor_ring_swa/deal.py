@@ -76,10 +76,7 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
     for here, there in zip(moves.gives[moves.rank], moves.takes[moves.rank], strict=True):
         for old_x, new_x in zip(tensors, new, strict=True):
             new_x[:, there] = old_x[:, here]
-    with beside:
-        messages = exchange.wait()
-    beside.join()
-    for peer, message in zip(receives, messages, strict=True):
+    for peer, message in zip(receives, beside.finish(exchange.wait), strict=True):
         parts = [x[:, rows] for rows in moves.takes[peer] for x in new]
         for part, flat in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(flat.view(part.shape))

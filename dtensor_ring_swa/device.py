@@ -96,6 +96,13 @@ class Beside:
         if self._stream is not None:
             self._stream.__exit__(kind, error, trace)
 
+    def finish(self, work: Callable[[], _T]) -> _T:
+        """Queue this last, and join."""
+        with self:
+            result = work()
+        self.join()
+        return result
+
     def join(self) -> None:
         """Let the current stream wait for what was queued here."""
         if self._stream is not None:

@@ -72,7 +72,7 @@ def halo_backward(
     grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
 
     # What runs at the same time must not add to the same numbers.
-    boundary_dsinks_H = None if dsinks_H is None else torch.zeros_like(dsinks_H)
+    boundary_dsinks_H = torch.zeros_like(dsinks_H) if dsinks_H is not None and plan.boundary_calls else None
 
     def compute(calls: tuple[Call, ...], dsinks_H: torch.Tensor | None) -> None:
         for call in calls:
@@ -89,9 +89,7 @@ def halo_backward(
         compute(plan.boundary_calls, boundary_dsinks_H)
         exchange = return_halo(plan, group, grads.messages(), grads.new_message)
     compute(plan.interior_calls, dsinks_H)
-    with beside:
-        returned = exchange.wait()
-    beside.join()
+    returned = beside.finish(exchange.wait)
     if dsinks_H is not None and boundary_dsinks_H is not None:
         dsinks_H += boundary_dsinks_H
     dk, dv = grads.total(plan.sends, returned)

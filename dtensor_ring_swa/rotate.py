@@ -116,10 +116,7 @@ class _Homecoming:
         """Take the shares that are under way."""
         if self._under_way is not None:
             exchange, beside, rows = self._under_way
-            with beside:
-                arrived = exchange.wait()
-            beside.join()
-            for message in arrived:
+            for message in beside.finish(exchange.wait):
                 assert rows is not None
                 self.add(rows, self._shape.unpack(message, len(rows)))
         self._under_way = None
@@ -148,7 +145,5 @@ def _passing_keys(
         beside = Beside(k_BSGD.device, needed=coming is not None and group is not None)
         yield step, k, v
         if coming is not None:
-            with beside:
-                received = coming.wait()
-            beside.join()
+            received = beside.finish(coming.wait)
             k, v = shape.unpack(received[0], len(source)) if received and source else (k[:, :0], v[:, :0])

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtensor_ring_swa import Window, ring_attention, shard_sequence
+from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.testing import dense_attention
 
@@ -197,6 +199,15 @@ def apart(x: torch.Tensor, y: torch.Tensor, relative: bool) -> float:
     if not relative:
         return float(difference.abs().max()) if x.numel() else 0.0
     return float(difference.norm()) / (norm or 1.0)
+
+
+def supported(case: Case) -> Case:
+    """The case, or a test that is skipped."""
+    if case.kernel != "auto":
+        request = Request(torch.device(case.device), case.dtype, case.head_dim, case.v_head_dim, 1.0, case.softcap)
+        if reason := KERNELS[case.kernel].supports(request):
+            pytest.skip(f"{case.kernel}: {reason}")
+    return case
 
 
 def mesh_ranks(case: Case) -> int:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from dtensor_ring_swa import ring_attention, shard_sequence
-from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.testing import RankPool
 
-from cases import Case, errors, mesh_of
+from cases import Case, errors, mesh_of, supported
 
 RANKS = min(torch.cuda.device_count(), 8)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs CUDA")]
@@ -28,12 +27,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def check(pool: RankPool, case: Case) -> None:
-    reason = KERNELS[case.kernel].supports(
-        Request(torch.device("cuda"), case.dtype, case.head_dim, case.v_head_dim, 1.0, case.softcap)
-    )
-    if reason:
-        pytest.skip(f"{case.kernel}: {reason}")
-    for rank, found in enumerate(pool.run(errors, case)):
+    for rank, found in enumerate(pool.run(errors, supported(case))):
         assert max(found.values()) < TOLERANCE[case.dtype], f"rank {rank}: {found}"
 
 

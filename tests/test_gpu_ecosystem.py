@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from dtensor_ring_swa import ring_attention
-from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.testing import RankFailure, RankPool
 from dtensor_ring_swa.testing.dense import visible
 
@@ -28,7 +27,7 @@ import test_plans
 import test_sdpa
 import test_sinks_in_models
 import test_train
-from cases import Case, apart
+from cases import Case, apart, supported
 from forms import FORMS, attend, case_of, cp_mesh, from_whole, inputs
 
 DEVICE = "cuda"
@@ -57,15 +56,6 @@ def whole_case(kernel: str = "auto", window: tuple[int, int] = (127, 0)) -> Case
         batch=2, seq_len=ROWS, q_heads=4, kv_heads=2, head_dim=64, v_head_dim=64, window=window, mesh=(RANKS,),
         dtype=BF16, kernel=kernel, device=DEVICE,
     )  # fmt: skip
-
-
-def supported(case: Case) -> Case:
-    """The case, or a test that is skipped."""
-    if case.kernel != "auto":
-        request = Request(torch.device(case.device), case.dtype, case.head_dim, case.v_head_dim, 1.0, case.softcap)
-        if reason := KERNELS[case.kernel].supports(request):
-            pytest.skip(f"{case.kernel}: {reason}")
-    return case
 
 
 # torch.compile

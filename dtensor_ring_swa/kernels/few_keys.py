@@ -56,5 +56,7 @@ def few_keys(call: Call, device: torch.device) -> FewKeys | None:
     if not few.blocks or not others.blocks:
         return None
     keys = slice(min(block.k_start for block in few.blocks), max(block.k_stop for block in few.blocks))
+    if keys.stop - keys.start > _MOST:
+        return None
     bounds = torch.cat([intervals_of_queries(part, device) for part in (others, few)])
-    return FewKeys(others, keys, bounds) if keys.stop - keys.start <= _MOST and len(bounds) == 2 else None
+    return FewKeys(others, keys, bounds) if len(bounds) == 2 else None

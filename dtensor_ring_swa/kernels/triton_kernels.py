@@ -69,15 +69,23 @@ def _store(x, rows, tile, exist, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _interval(bounds, layer, rows, count, before, G: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr):
+def _interval(bounds, layer, rows, count, G: tl.constexpr):
+    """Each row's interval in a layer, times G."""
+    exist = rows < count
+    lo = tl.load(bounds + 2 * layer * count + rows, mask=exist, other=0) * G
+    hi = tl.load(bounds + (2 * layer + 1) * count + rows, mask=exist, other=0) * G
+    return lo, hi
+
+
+@triton.jit
+def _walk(bounds, layer, rows, count, before, G: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr):
     """Each row's interval in a layer, times G, and the four edges of the tile's walk in steps of STEP.
 
     Between the second and the third edge every row sees all, and nothing has to be masked. The walk begins
     ``before`` places early, which are always masked.
     """
     exist = rows < count
-    lo = tl.load(bounds + 2 * layer * count + rows, mask=exist, other=0) * G
-    hi = tl.load(bounds + (2 * layer + 1) * count + rows, mask=exist, other=0) * G
+    lo, hi = _interval(bounds, layer, rows, count, G)
     stop = tl.max(hi, 0)
     # If no row sees anything, an empty walk from 0: a pipelined loop adds steps to its start before it looks.
     start = tl.minimum(tl.min(tl.where(lo < hi, lo, _FAR), 0), stop) // ALIGN * ALIGN
@@ -94,9 +102,7 @@ def _few(bounds, layers, rows, count, few, start):
     """What is needed of few keys: where the walk has passed them, their end, each row's interval."""
     seen = None
     if few is not None:
-        exist = rows < count
-        lo = tl.load(bounds + 2 * layers * count + rows, mask=exist, other=0)
-        hi = tl.load(bounds + (2 * layers + 1) * count + rows, mask=exist, other=0)
+        lo, hi = _interval(bounds, layers, rows, count, 1)
         seen = start + few[1], few[0], lo, hi
     return seen
 
@@ -143,7 +149,7 @@ def forward(q, k, v, sinks, out, lse, bounds, M, layers, few, scale, cap, S: tl.
         top = tl.load(sinks + group * S.G + head).to(tl.float32) * _LOG2E
         total += 1
     for layer in range(layers):
-        lo, hi, edges = _interval(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
+        lo, hi, edges = _walk(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
         also = _few(bounds, layers, row, M, few, edges[0])
         for part in tl.static_range(3):
             for first in tl.range(edges[part], edges[part + 1], S.KEYS):
@@ -209,7 +215,7 @@ def backward_queries(
     tl.store(places + terms[1], delta, mask=packed < terms[1])
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for layer in range(layers):
-        lo, hi, edges = _interval(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
+        lo, hi, edges = _walk(bounds, layer, row, M, 0 if few is None else few[1], 1, 1, S.KEYS)
         also = _few(bounds, layers, row, M, few, edges[0])
         if few is not None:
             # They lie in the first tile of the walk.
@@ -250,7 +256,7 @@ def backward_keys(dout, q, k, v, dk, dv, terms, bounds, N, layers, scale, cap, d
     dk_acc, dv_acc = tl.zeros([KEYS, WIDTH_D], tl.float32), tl.zeros([KEYS, WIDTH_E], tl.float32)
     for layer in range(layers):
         # Walks start at the first head of a row, and where a vector of four rows does.
-        lo, hi, edges = _interval(bounds, layer, keys, N, 0, S.G, 4 * S.G, S.ROWS)
+        lo, hi, edges = _walk(bounds, layer, keys, N, 0, S.G, 4 * S.G, S.ROWS)
         for part in tl.static_range(3):
             for first in tl.range(edges[part], edges[part + 1], S.ROWS):
                 inside = tl.arange(0, S.ROWS)
