@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring_swa.autocast import cast_input
+from dtensor_ring_swa.autocast import cast_inputs
 from dtensor_ring_swa.checks import (
     FACTS,
     check_boundary_lists,
@@ -31,7 +31,7 @@ from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.ops import Names
+from dtensor_ring_swa.prepare import Names
 from dtensor_ring_swa.sharding import check_dtensors, place_of
 from dtensor_ring_swa.window import Window
 
@@ -140,9 +140,8 @@ def ring_attention(
     packed = cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v))
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = cast_input(q), cast_input(k), cast_input(v)
+    q, k, v = cast_inputs(q, k, v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
-    options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
     error: Exception | None = None
     checked = _Checked(seq_len)
     try:
@@ -161,6 +160,7 @@ def ring_attention(
         if packed:
             error.add_note("q, k and v of [T, H, D] are taken as [1, T, H, D]; dims are counted there")
     if group is not None and checked.seq_len is None and dist.get_world_size(group) > 1:
+        options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
         facts = () if error else facts_of(q, k, v, sinks, checked.documents, Window.of(window), sink_tokens, *options)
         checked = checked._replace(seq_len=agree(group, FACTS, facts, error))
     if error is not None:
@@ -215,33 +215,33 @@ def _check_tensors(
         NotImplementedError: For forward-mode derivatives.
     """
     compiling = torch.compiler.is_compiling()
-    ranks = 1 if group is None else dist.get_world_size(group)
-    checked = _Checked(seq_len, place="" if group is None else group.group_name)
     check_tensors(q, k, v)
     refuse_forward_mode(q, k, v, sinks)
-    how = None
+    how, ranks, place, assumed = None, 1, "", False
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
         # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
         if mesh is not None or not compiling:
             how = check_dtensors(q, k, v, mesh)
         if compiling:
-            checked = checked._replace(place=place_of(q))
+            place = place_of(q)
     if sinks is not None and (how is not None or not isinstance(q, DTensor)):
         check_sinks(sinks, q, how)
     if group is None:
-        checked = checked._replace(seq_len=check_length(q, seq_len))
+        seq_len = check_length(q, seq_len)
+    else:
+        ranks, place = dist.get_world_size(group), group.group_name
     if compiling:
-        check_even_shards(q, ranks, checked.seq_len)
+        check_even_shards(q, ranks, seq_len)
         # A graph is traced for shapes that all ranks share; whether they do is compared when it runs.
-        if checked.seq_len is None:
-            checked = checked._replace(seq_len=q.shape[1] * ranks, assumed=ranks > 1)
-    if cu_seqlens is not None and compiling:
+        if seq_len is None:
+            seq_len, assumed = q.shape[1] * ranks, ranks > 1
+    if cu_seqlens is None:
+        return _Checked(seq_len, None, None, place, assumed)
+    if compiling:
         # There are no values yet; the op checks them.
         boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)
         check_boundary_lists(boundaries, q.shape[0])
-        return checked._replace(boundaries=boundaries)
-    if cu_seqlens is not None:
-        documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
-        check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len)
-        return checked._replace(documents=documents, boundaries=documents.cu_seqlens)
-    return checked
+        return _Checked(seq_len, None, boundaries, place, assumed)
+    documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
+    check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len)
+    return _Checked(seq_len, documents, documents.cu_seqlens, place, assumed)

@@ -15,14 +15,17 @@ _R = TypeVar("_R")
 _KINDS = tuple(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))
 
 
-def cast_input(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in autocast's dtype, as ``scaled_dot_product_attention`` takes it; ``x`` itself outside of autocast.
+def cast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors in autocast's dtype, as ``scaled_dot_product_attention`` takes them; themselves outside of autocast.
 
     float64 stays. What is not a float tensor stays, for the checks to refuse.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_on(x.device) else x
+    return tuple(_cast(x) if isinstance(x, torch.Tensor) and _is_on(x.device) else x for x in tensors)
+
+
+def _cast(x: torch.Tensor) -> torch.Tensor:
+    keeps = not x.is_floating_point() or x.dtype == torch.float64
+    return x if keeps else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:

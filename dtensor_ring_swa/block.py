@@ -173,7 +173,7 @@ def blocks_between(
         if sink_tokens and left is not None:
             sinks = document[0], min(document[0] + sink_tokens, document[1])
             blocks += _visible(queries, keys, document, sinks, None, -left - 1)
-        found += _fused(blocks)
+        found += fused(blocks)
     return found
 
 
@@ -204,7 +204,7 @@ def _visible(
     return found
 
 
-def _fused(blocks: list[Block]) -> list[Block]:
+def fused(blocks: list[Block]) -> list[Block]:
     """Fewer blocks that show the same: where two join to one band, one kernel call does for both.
 
     All of a step's blocks do in the zigzag layout of a causal window: each row's keys are a run of
@@ -213,7 +213,7 @@ def _fused(blocks: list[Block]) -> list[Block]:
     for first, second in combinations(blocks, 2):
         joint = _joint(first, second)
         if joint is not None:
-            return _fused([joint, *(block for block in blocks if block not in (first, second))])
+            return fused([joint, *(block for block in blocks if block not in (first, second))])
     return blocks
 
 

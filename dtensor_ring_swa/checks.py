@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -47,48 +49,68 @@ def facts_of(
     )  # fmt: skip
 
 
+class _Kind(NamedTuple):
+    """What is checked of a tensor."""
+
+    is_dtensor: bool
+    dtype: torch.dtype
+    layout: torch.layout
+    device: torch.device
+    shape: torch.Size
+
+
 def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor) -> None:
     """Check kinds, ranks, dtypes and shapes: for DTensors the global ones, which all ranks share.
 
     Raises:
         ValueError: With what was given and what is accepted.
     """
-    tensors = {"q": q_BSHD, "k": k_BSGD, "v": v_BSGE}
-    for name, x in tensors.items():
+    for name, x in (("q", q_BSHD), ("k", k_BSGD), ("v", v_BSGE)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor or DTensor, got {type(x).__name__}")
-    if len({isinstance(x, DTensor) for x in tensors.values()}) > 1:
-        kinds = {name: type(x).__name__ for name, x in tensors.items()}
-        raise ValueError(f"q, k and v must be three DTensors or three plain tensors, got {kinds}")
-    for name, x in tensors.items():
-        if x.ndim != 4:
+    kinds = [_Kind(isinstance(x, DTensor), x.dtype, x.layout, x.device, x.shape) for x in (q_BSHD, k_BSGD, v_BSGE)]
+    # Symbolic and ragged sizes cannot be looked up.
+    concrete = not torch.compiler.is_compiling() and all(x.layout == torch.strided for x in kinds)
+    (_check_kinds_once if concrete else _check_kinds)(*kinds)
+
+
+def _check_kinds(q: _Kind, k: _Kind, v: _Kind) -> None:
+    kinds = {"q": q, "k": k, "v": v}
+    if not q.is_dtensor == k.is_dtensor == v.is_dtensor:
+        given = {name: "DTensor" if x.is_dtensor else "a plain tensor" for name, x in kinds.items()}
+        raise ValueError(f"q, k and v must be three DTensors or three plain tensors, got {given}")
+    for name, x in kinds.items():
+        if len(x.shape) != 4:
             raise ValueError(
                 f"{name} must be [batch, sequence, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens, "
-                f"got {x.ndim} dims of sizes {list(x.shape)}"
+                f"got {len(x.shape)} dims of sizes {list(x.shape)}"
             )
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got {x.layout}; pass {name}.to_dense()")
     for what in ("dtype", "device"):
-        values = {name: getattr(x, what) for name, x in tensors.items()}
+        values = {name: getattr(x, what) for name, x in kinds.items()}
         if len(set(values.values())) > 1:
             raise ValueError(f"q, k and v must have the same {what}, got {values}")
     for what, dim in (("batch size", 0), ("length", 1)):
-        if not q_BSHD.shape[dim] == k_BSGD.shape[dim] == v_BSGE.shape[dim]:
-            raise ValueError(f"q, k and v must have the same {what} (dim {dim}), got {_shapes(tensors)}")
-    if k_BSGD.shape[2] != v_BSGE.shape[2]:
-        raise ValueError(f"k and v must have the same number of heads (dim 2), got {_shapes(tensors)}")
-    if q_BSHD.shape[3] != k_BSGD.shape[3]:
-        raise ValueError(f"q and k must have the same head dim (dim 3), got {_shapes(tensors)}")
-    if min(q_BSHD.shape[2], k_BSGD.shape[2], q_BSHD.shape[3], v_BSGE.shape[3]) < 1:
-        raise ValueError(f"heads and head dims must be at least 1, got {_shapes(tensors)}")
-    if q_BSHD.shape[2] % k_BSGD.shape[2]:
-        raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {_shapes(tensors)}")
+        if not q.shape[dim] == k.shape[dim] == v.shape[dim]:
+            raise ValueError(f"q, k and v must have the same {what} (dim {dim}), got {_shapes(kinds)}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have the same number of heads (dim 2), got {_shapes(kinds)}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim (dim 3), got {_shapes(kinds)}")
+    if min(q.shape[2], k.shape[2], q.shape[3], v.shape[3]) < 1:
+        raise ValueError(f"heads and head dims must be at least 1, got {_shapes(kinds)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {_shapes(kinds)}")
 
 
-def _shapes(tensors: dict[str, torch.Tensor]) -> str:
-    return ", ".join([f"{name} {list(x.shape)}" for name, x in tensors.items()])
+_check_kinds_once = lru_cache(maxsize=1024)(_check_kinds)
+
+
+def _shapes(kinds: dict[str, _Kind]) -> str:
+    return ", ".join([f"{name} {list(x.shape)}" for name, x in kinds.items()])
 
 
 def refuse_forward_mode(*tensors: object) -> None:

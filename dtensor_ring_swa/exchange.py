@@ -8,7 +8,7 @@ receive swapped, added where forward copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from dtensor_ring_swa.plan import Plan, Transfer
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The shape of one row of K and V: how rows are laid out in a flat message."""
 
     batch: int
@@ -29,7 +28,8 @@ class Rows:
     @classmethod
     def of(cls, k_BNGD: torch.Tensor, v_BNGE: torch.Tensor) -> Rows:
         """Read off K and V."""
-        return cls(k_BNGD.shape[0], k_BNGD.shape[2], k_BNGD.shape[3], v_BNGE.shape[3])
+        batch, _, kv_heads, head_dim = k_BNGD.shape
+        return cls(batch, kv_heads, head_dim, v_BNGE.shape[3])
 
     def numel(self, rows: int) -> int:
         """Elements of ``rows`` rows of K and V."""
@@ -41,8 +41,8 @@ class Rows:
 
     def unpack(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message of ``rows`` rows, as views."""
-        k_width, v_width = (self.batch * self.kv_heads * dim for dim in (self.head_dim, self.v_head_dim))
-        k, v = message.split([rows * k_width, rows * v_width])
+        heads = self.batch * rows * self.kv_heads
+        k, v = message.split([heads * self.head_dim, heads * self.v_head_dim])
         return (
             k.view(self.batch, rows, self.kv_heads, self.head_dim),
             v.view(self.batch, rows, self.kv_heads, self.v_head_dim),
@@ -58,8 +58,8 @@ class Exchange:
     """The messages of one exchange, posted together.
 
     On CPU they are posted at once. On CUDA posting takes the host longer than launching a kernel, so
-    it is put off until ``wait``: the caller launches what does not need the messages first, and waits
-    ``Beside`` that.
+    it is put off until ``wait``, unless the caller says ``post``: it launches what does not need the
+    messages first, and waits ``Beside`` that.
     """
 
     def __init__(
@@ -70,30 +70,37 @@ class Exchange:
     ) -> None:
         self._group = group
         self._sends, self._receives = list(sends), list(receives)
-        messages = [message for _, message in (*self._sends, *self._receives)]
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
-        self._posted = group is None or not any(m.numel() for m in messages)
+        messages = [message for _, message in (*self._sends, *self._receives)]
+        self._posted = group is None or not any(message.numel() for message in messages)
         if not self._posted and not messages[0].is_cuda:
-            self._post()
+            self.post()
 
-    def wait(self) -> list[torch.Tensor]:
-        """The received messages. On CUDA the current stream waits, not the host."""
-        if not self._posted:
-            self._post()
-        for work in self._works:
-            work.wait()
-        # Sent buffers may be freed from here on: the current stream has waited for the last use.
-        self._sends, self._works = [], []
-        return [message for _, message in self._receives]
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are messages that are yet to be posted."""
+        return not self._posted
 
-    def _post(self) -> None:
+    def post(self) -> None:
+        """Post the messages, unless they have been. On CUDA they leave when the current stream gets here."""
+        if self._posted:
+            return
         ops = [
             dist.P2POp(op, message, group=self._group, group_peer=transfer.peer)
             for op, messages in ((dist.isend, self._sends), (dist.irecv, self._receives))
             for transfer, message in messages
         ]
         self._works, self._posted = dist.batch_isend_irecv(ops), True
+
+    def wait(self) -> list[torch.Tensor]:
+        """The received messages. On CUDA the current stream waits, not the host."""
+        self.post()
+        for work in self._works:
+            work.wait()
+        # Sent buffers may be freed from here on: the current stream has waited for the last use.
+        self._sends, self._works = [], []
+        return [message for _, message in self._receives]
 
 
 def fetch_halo(
@@ -109,7 +116,7 @@ def fetch_halo(
         halo: Flat buffer to receive into, with room for the halo's rows.
     """
     sends = [pack(k_BSGD[:, t.start : t.stop], v_BSGE[:, t.start : t.stop]) for t in plan.sends]
-    receives = Rows.of(k_BSGD, v_BSGE).messages(halo, plan.receives)
+    receives = Rows.of(k_BSGD, v_BSGE).messages(halo, plan.receives) if plan.receives else ()
     return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, receives, strict=True))
 
 

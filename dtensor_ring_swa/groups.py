@@ -155,6 +155,17 @@ def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error
     return total
 
 
+def agree_on_rows(group: ProcessGroup, rows: int, seq_len: int) -> None:
+    """Raise ValueError on every rank unless all hold ``rows`` of ``seq_len`` rows, as a graph has it. Collective."""
+    total = agree(group, ("the length of a shard",), (rows,))
+    if total != seq_len:
+        ranks = group.size()
+        raise ValueError(
+            f"in a graph of torch.compile shards must be of one length, got {rows} tokens here and {total} on the "
+            f"{ranks} ranks together; pad the sequence to {-(-total // ranks) * ranks} tokens"
+        )
+
+
 def gather_objects(group: ProcessGroup, mine: T) -> list[T]:
     """What every rank of ``group`` passes, by rank, sent between hosts. Collective.
 

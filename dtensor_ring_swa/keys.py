@@ -7,58 +7,59 @@ edges and go back to where the keys came from.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows, pack
 from dtensor_ring_swa.plan import Plan, Transfer
 
 
 class KeyRows:
-    """K and V of a shard with what came from other ranks, in pieces: one a neighbour, and the shard itself.
+    """K and V of a shard with what came from other ranks, in pieces: one a message, and the shard itself.
 
     Attributes:
+        plan: Which rows are where.
         local: K and V of the shard.
         shape: The shape of a row of K and V.
-        shard: Which piece is the shard.
     """
 
     def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
-        self.local = (k_BSGD, v_BSGE)
-        self.shape = Rows.of(k_BSGD, v_BSGE)
-        self.shard = sum(t.stop <= plan.sinks + plan.left for t in plan.receives)
-        lengths = [len(t) for t in plan.receives]
-        lengths.insert(self.shard, plan.rows)
-        self._edges = [0, *accumulate(lengths)]
-        self._pieces = [
-            self.shape.unpack(message, len(t))
-            for t, message in zip(plan.receives, self.shape.messages(halo, plan.receives), strict=True)
-        ]
-        self._pieces.insert(self.shard, self.local)
+        self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), Rows.of(k_BSGD, v_BSGE)
+        self._halo = halo
 
-    @property
-    def shard_rows(self) -> tuple[int, int]:
-        """First and last key row of the shard."""
-        return self._edges[self.shard], self._edges[self.shard + 1]
+    @cached_property
+    def _pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        receives = self.plan.receives
+        messages = zip(receives, self.shape.messages(self._halo, receives), strict=True)
+        pieces = [self.shape.unpack(message, len(t)) for t, message in messages]
+        pieces.insert(self.plan.shard_piece, self.local)
+        return pieces
 
-    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, call: Call) -> tuple[torch.Tensor, ...]:
         """K and V for one call: a view if they lie in one piece."""
-        parts = [
-            [x[:, rows.start - self._edges[piece] : rows.stop - self._edges[piece]] for x in self._pieces[piece]]
-            for piece, rows in self.overlaps(call)
-        ]
-        ks, vs = zip(*parts, strict=True)
-        return (ks[0], vs[0]) if len(parts) == 1 else (torch.cat(ks, dim=1), torch.cat(vs, dim=1))
+        overlaps = self.overlaps(call)
+        if len(overlaps) == 1:
+            piece, rows = overlaps[0]
+            # Its own keys do not need the messages taken apart.
+            source = self.local if piece == self.plan.shard_piece else self._pieces[piece]
+            return tuple(cut(x, rows) for x in source)
+        parts = [[cut(x, rows) for x in self._pieces[piece]] for piece, rows in overlaps]
+        return tuple(torch.cat(xs, dim=1) for xs in zip(*parts, strict=True))
 
-    def overlaps(self, call: Call) -> list[tuple[int, range]]:
-        """The pieces that a call's keys lie in, and which key rows are in each."""
-        spans = (
-            (piece, range(max(first, call.k_start), min(last, call.k_stop)))
-            for piece, (first, last) in enumerate(pairwise(self._edges))
-        )
-        return [(piece, rows) for piece, rows in spans if rows]
+    def overlaps(self, call: Call) -> tuple[tuple[int, slice], ...]:
+        """The pieces that a call's keys lie in, and which rows of each."""
+        return _overlaps(self.plan.key_edges, call.k_start, call.k_stop)
+
+
+@lru_cache(maxsize=1024)
+def _overlaps(edges: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, slice], ...]:
+    """The pieces between edges that ``start:stop`` lies in, and which rows of each."""
+    spans = ((piece, first, max(first, start), min(last, stop)) for piece, (first, last) in enumerate(pairwise(edges)))
+    return tuple((piece, slice(low - first, high - first)) for piece, first, low, high in spans if low < high)
 
 
 class KeyGradients:
@@ -74,23 +75,27 @@ class KeyGradients:
         self._totals = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys.local)
         self._shares: list[tuple[int, tuple[torch.Tensor, ...]]] = []
         self._messages: dict[int, torch.Tensor] = {}
+        self._whole_shard = ((keys.plan.shard_piece, slice(0, keys.plan.rows)),)
 
     def buffers(self, call: Call) -> tuple[torch.Tensor, ...]:
         """The tensors that a kernel has to fill with one call's dk and dv."""
-        rows = call.k_len
         in_place = self._partial_dtype == self._totals[0].dtype
-        if in_place and self._keys.overlaps(call) == [(self._keys.shard, range(*self._keys.shard_rows))]:
+        if in_place and self._keys.overlaps(call) == self._whole_shard:
             return self._totals
+        rows = call.k_len
         return tuple(x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals)
 
     def add(self, call: Call, grads: tuple[torch.Tensor, ...]) -> None:
         """Take the filled buffers of a call, and split them where its keys came from."""
+        start = 0
         for piece, rows in self._keys.overlaps(call):
-            part = tuple(x[:, rows.start - call.k_start : rows.stop - call.k_start] for x in grads)
-            if piece == self._keys.shard:
-                self._shares.append((rows.start - self._keys.shard_rows[0], part))
+            stop = start + rows.stop - rows.start
+            part = tuple(cut(x, slice(start, stop)) for x in grads)
+            if piece == self._keys.plan.shard_piece:
+                self._shares.append((rows.start, part))
             else:
                 self._messages[piece] = pack(*part)
+            start = stop
 
     def messages(self) -> list[torch.Tensor]:
         """The halo's gradients, one message a neighbour, in the order of ``plan.receives``."""

@@ -7,56 +7,23 @@ and calls the same op on the shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.autocast import without_autocast
+from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows
-from dtensor_ring_swa.kernels import Request, choose
-from dtensor_ring_swa.schedule import Geometry, Schedule
-from dtensor_ring_swa.window import Window
-
-
-class Names(NamedTuple):
-    """What a caller asks for by name, as one argument of the ops.
-
-    ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare.
-
-    Torch's autograd wrapper of registered ops takes time that grows with the square of their number of
-    arguments (seen on torch 2.13: 257 us for 17, on a slow core), so that the ops have few.
-    """
-
-    kernel: str
-    layout: str
-    load_balance: str
-    exchange: str
-    deterministic: bool
-    assumed: bool = False
-
-    @property
-    def text(self) -> str:
-        """The argument."""
-        gradients = "deterministic" if self.deterministic else "any"
-        length = "assumed" if self.assumed else "known"
-        return f"{self.kernel} {self.layout} {self.load_balance} {self.exchange} {gradients} {length}"
-
-    @classmethod
-    def of(cls, text: str) -> Names:
-        """Read the argument."""
-        kernel, layout, load_balance, exchange, gradients, length = text.split()
-        return cls(kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed")
-
+from dtensor_ring_swa.groups import agree_on_rows, exchange_group, resolve_group
+from dtensor_ring_swa.prepare import Names, geometry_of, prepare
 
 # torch.compile(mode="reduce-overhead") makes CUDA graphs, from here on of what is around the ops: in the memory that it
 # gives to a graph it must not find the integers that kernels keep on the device for later calls.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
-@torch.library.custom_op("dtensor_ring_swa::attention", mutates_args=(), tags=_TAGS)
-@without_autocast
-def attention(
+def _attention(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
@@ -86,18 +53,27 @@ def attention(
         out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the K and V rows of other ranks, flat,
         kept for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
     """
-    asked = Names.of(names)
-    geometry = _geometry(tokens, asked, group_name)
-    if asked.assumed:
-        geometry.compare_rows(q_BSHD.shape[1])
-    geometry.check_rows(q_BSHD.shape[1])
-    request = _request(q_BSHD, v_BSGE, geometry.window, factors, asked)
-    chosen = choose(asked.kernel, request)
-    out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
-    for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
-        halo = _rows_of(kept, rows, q_BSHD.shape[0])
-        schedule.forward(chosen, request, q_BSHD[rows], k_BSGD[rows], v_BSGE[rows], halo, out[rows], lse[rows], sinks_H)
+    group = _group(group_name)
+    if group is not None and Names.of(names).assumed:
+        agree_on_rows(group, q_BSHD.shape[1], tokens[3])
+    call = prepare(q_BSHD, v_BSGE, cu_seqlens is not None, tokens, factors, names, group)
+    out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, call.kept_rows)
+    # Every rank comes through here, also those that will have nothing to say: making the group is collective.
+    group = None if group is None else exchange_group(group, q_BSHD.device)
+    batch = q_BSHD.shape[0]
+    for rows, schedule in call.sequences(cu_seqlens, batch):
+        q, k, v, own_out, own_lse = (cut(x, rows, 0) for x in (q_BSHD, k_BSGD, v_BSGE, out, lse))
+        halo = _rows_of(kept, rows, batch)
+        schedule.forward(group, call.kernel, call.request, q, k, v, halo, own_out, own_lse, sinks_H)
     return out, lse, kept
+
+
+# Not torch.library.custom_op: its wrappers and those of register_autograd take the host several times as long around a
+# call (seen on torch 2.11 and 2.13: 57 us with gradients, 21 without, against 25 and 14).
+_LIBRARY = torch.library.Library("dtensor_ring_swa", "FRAGMENT")
+_LIBRARY.define(f"attention{torch.library.infer_schema(_attention, mutates_args=())}", tags=_TAGS)
+_LIBRARY.impl("attention", without_autocast(_attention), "CompositeExplicitAutograd")
+attention = torch.ops.dtensor_ring_swa.attention.default
 
 
 @torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=(), tags=_TAGS)
@@ -121,18 +97,15 @@ def attention_backward(
 
     The gradient of sinks is this shard's contribution; without sinks it is empty.
     """
-    asked = Names.of(names)
-    geometry = _geometry(tokens, asked, group_name)
-    request = _request(q_BSHD, v_BSGE, geometry.window, factors, asked)
-    chosen = choose(asked.kernel, request)
+    group = _group(group_name)
+    call = prepare(q_BSHD, v_BSGE, cu_seqlens is not None, tokens, factors, names, group)
+    group = None if group is None else exchange_group(group, q_BSHD.device)
     dsinks = None if sinks_H is None else lse_BHS.new_zeros(sinks_H.shape)
-    grads = []
-    for rows, schedule in _sequences(geometry, cu_seqlens, q_BSHD.shape[0]):
-        halo = _rows_of(kept, rows, q_BSHD.shape[0])
-        share = schedule.backward(
-            chosen, request, dout_BSHE[rows], q_BSHD[rows], k_BSGD[rows], v_BSGE[rows], out_BSHE[rows], lse_BHS[rows],
-            halo, sinks_H, dsinks,
-        )  # fmt: skip
+    grads, batch = [], q_BSHD.shape[0]
+    for rows, schedule in call.sequences(cu_seqlens, batch):
+        dout, q, k, v, out, lse = (cut(x, rows, 0) for x in (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS))
+        halo = _rows_of(kept, rows, batch)
+        share = schedule.backward(group, call.kernel, call.request, dout, q, k, v, out, lse, halo, sinks_H, dsinks)
         grads.append(share)
     if grads:
         dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
@@ -141,7 +114,7 @@ def attention_backward(
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)
 
 
-@attention.register_fake
+@torch.library.register_fake(attention)
 def _(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
@@ -153,7 +126,7 @@ def _(
     names: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    geometry = _geometry(tokens, Names.of(names), group_name)
+    geometry = geometry_of(tokens, names, _group(group_name))
     return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
 
 
@@ -170,63 +143,51 @@ def _(
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None else torch.empty_like(sinks_H)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.attributes = *inputs[:5], inputs[5:]
-    out, lse, kept = output
-    ctx.mark_non_differentiable(lse, kept)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, out, lse, kept)
+class _Attention(torch.autograd.Function):
+    """Saves what backward needs, and calls the op of the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        out, lse, kept = _below_autograd(*args)
+        ctx.mark_non_differentiable(lse, kept)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args[:5], out, lse, kept)
+        ctx.attributes = args[5:]
+        return out, lse, kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        dout = grads[0]
+        if dout is None:
+            return (None,) * (5 + len(ctx.attributes))
+        q, k, v, sinks, cu_seqlens, out, lse, kept = ctx.saved_tensors
+        dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, cu_seqlens, out, lse, kept, *ctx.attributes)
+        return (dq, dk, dv, None if sinks is None else dsinks, None, *(None for _ in ctx.attributes))
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if dout is None:
-        return (None,) * (5 + len(ctx.attributes))
-    q, k, v, sinks, cu_seqlens, out, lse, kept = ctx.saved_tensors
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, cu_seqlens, out, lse, kept, *ctx.attributes)
-    return (dq, dk, dv, None if sinks is None else dsinks, None, *(None for _ in ctx.attributes))
+def _with_autograd(*args: Any) -> tuple[torch.Tensor, ...]:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
+        return _Attention.apply(*args)
+    return _below_autograd(*args)
 
 
-attention.register_autograd(_backward, setup_context=_setup_context)
+def _below_autograd(*args: Any) -> tuple[torch.Tensor, ...]:
+    # Private, and what torch.library's own autograd kernels do; seen on torch 2.11 and 2.13.
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention(*args)
 
 
-def _sequences(geometry: Geometry, cu_seqlens: torch.Tensor | None, batch: int) -> list[tuple[slice, Schedule]]:
-    """Schedules and the batch rows that follow each: all of them, or where rows have own documents, one.
+_LIBRARY.impl("attention", _with_autograd, "Autograd")
 
-    A rank without batch rows, as an uneven split over data parallelism leaves, has nothing to do: its peers in the
-    sequence hold the same rows.
-    """
-    if not batch:
-        return []
-    if cu_seqlens is None or cu_seqlens.ndim == 1:
-        return [(slice(0, batch), Schedule(geometry, None if cu_seqlens is None else tuple(cu_seqlens.tolist())))]
-    return [
-        (slice(row, row + 1), Schedule(geometry, tuple(boundaries)))
-        for row, boundaries in enumerate(cu_seqlens.tolist())
-    ]
+
+def _group(name: str) -> ProcessGroup | None:
+    return resolve_group(name) if name else None
 
 
 def _rows_of(kept: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
     """The part of the flat buffer that belongs to these batch rows."""
     width = kept.numel() // max(batch, 1)
-    return kept[rows.start * width : rows.stop * width]
-
-
-def _geometry(tokens: Sequence[int], names: Names, group_name: str) -> Geometry:
-    left, right, sink_tokens, seq_len = tokens
-    # torch.compile(dynamic=True) makes these symbolic, too; a graph is for one window.
-    window = Window(int(left), int(right))
-    return Geometry(window, int(sink_tokens), names.layout, names.load_balance, names.exchange, seq_len, group_name)
-
-
-def _request(
-    q_BSHD: torch.Tensor, v_BSGE: torch.Tensor, window: Window, factors: Sequence[float], names: Names
-) -> Request:
-    left, right = window.sides
-    reach = None if left is None or right is None else left + right
-    scale, softcap = factors
-    return Request(
-        q_BSHD.device, q_BSHD.dtype, q_BSHD.shape[3], v_BSGE.shape[3], scale, softcap, names.deterministic, reach
-    )  # fmt: skip
+    return cut(kept, slice(rows.start * width, rows.stop * width), 0)
 
 
 def _empty_results(

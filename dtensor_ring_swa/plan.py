@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
-from dtensor_ring_swa.block import Block, Call, blocks_between
+from dtensor_ring_swa.block import Block, Call, blocks_between, fused
 from dtensor_ring_swa.choice import choose_exchange, is_rebalanced
 from dtensor_ring_swa.layout import Run, chunk_length, shard
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, document_at
@@ -95,10 +96,32 @@ class Plan:
                 runs.append([block])
         return tuple(Call.of(run) for run in runs)
 
+    @cached_property
+    def joint_calls(self) -> tuple[Call, ...]:
+        """All rows as one kernel call, which waits for what comes; the boundary is among them."""
+        return (Call.of(fused([*self.interior, *self.boundary])),)
+
     @property
     def pairs(self) -> int:
         """(query, key) pairs that this rank computes."""
         return sum(block.pairs for block in self.blocks)
+
+    @cached_property
+    def interior_pairs(self) -> int:
+        """Those of the interior."""
+        return sum(block.pairs for block in self.interior)
+
+    @cached_property
+    def key_edges(self) -> tuple[int, ...]:
+        """Where the key rows of each message, and of the shard, begin, in their order; and where the last end."""
+        lengths = [len(t) for t in self.receives]
+        lengths.insert(self.shard_piece, self.rows)
+        return 0, *accumulate(lengths)
+
+    @cached_property
+    def shard_piece(self) -> int:
+        """Which of the pieces between ``key_edges`` is the shard."""
+        return sum(t.stop <= self.sinks + self.left for t in self.receives)
 
     @property
     def received_rows(self) -> int:

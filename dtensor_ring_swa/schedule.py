@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.deal import deal, make_deal
-from dtensor_ring_swa.groups import agree, exchange_group, resolve_group
 from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.layout import runs
@@ -25,7 +23,7 @@ from dtensor_ring_swa.window import UNLIMITED, Window
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a caller asks, as far as integers go: the same on every rank.
+    """What a caller asks, as far as integers go: the same on every rank but for its place.
 
     Attributes:
         window: The window, in tokens.
@@ -34,7 +32,8 @@ class Geometry:
         load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
         exchange: Halo or ring: see ``choose_exchange``.
         seq_len: Tokens of the whole sequence.
-        group_name: The context-parallel group, ``""`` for one device.
+        ranks: Ranks that share the sequence.
+        rank: This one of them.
     """
 
     window: Window
@@ -43,17 +42,8 @@ class Geometry:
     load_balance: str
     exchange: str
     seq_len: int
-    group_name: str
-
-    @cached_property
-    def ranks(self) -> int:
-        """Ranks that share the sequence."""
-        return dist.get_world_size(resolve_group(self.group_name)) if self.group_name else 1
-
-    @cached_property
-    def rank(self) -> int:
-        """This one of them."""
-        return dist.get_rank(resolve_group(self.group_name)) if self.group_name else 0
+    ranks: int
+    rank: int
 
     def compute_layout(self, boundaries: Boundaries | None = None) -> str:
         """The layout to compute in.
@@ -72,18 +62,9 @@ class Geometry:
 
     def kept_rows(self, packed: bool) -> int:
         """Rows of K and V to keep for backward: the same on every rank and for all documents."""
-        if self.is_ring(self.compute_layout(), packed) or not self.group_name:
+        if self.ranks == 1 or self.is_ring(self.compute_layout(), packed):
             return 0
         return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
-
-    def compare_rows(self, rows: int) -> None:
-        """Raise ValueError on every rank unless all hold as many rows. Collective."""
-        total = agree(resolve_group(self.group_name), ("the length of a shard",), (rows,))
-        if total != self.seq_len:
-            raise ValueError(
-                f"in a graph of torch.compile shards must be of one length, got {rows} tokens here and {total} on the "
-                f"{self.ranks} ranks together; pad the sequence to {-(-total // self.ranks) * self.ranks} tokens"
-            )
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError unless this rank holds the rows that its layout gives it."""
@@ -97,7 +78,10 @@ class Geometry:
 
 
 class Schedule:
-    """One sequence on one rank: the walk of its plan, with the documents packed into it if there are any."""
+    """One sequence on one rank: the walk of its plan, with the documents packed into it if there are any.
+
+    See ``schedule_of``.
+    """
 
     def __init__(self, geometry: Geometry, boundaries: Boundaries | None) -> None:
         self.geometry, self.boundaries = geometry, boundaries
@@ -105,7 +89,7 @@ class Schedule:
         self.seq_len, self.ranks, self.rank = geometry.seq_len, geometry.ranks, geometry.rank
         self.is_ring = geometry.is_ring(self.compute_layout, boundaries is not None)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """This rank's part with a halo."""
         geometry = self.geometry
@@ -113,7 +97,7 @@ class Schedule:
             self.seq_len, self.ranks, self.rank, geometry.window, self.boundaries, geometry.sink_tokens
         )  # fmt: skip
 
-    @property
+    @cached_property
     def ring(self) -> Ring:
         """This rank's part in the ring."""
         geometry = self.geometry
@@ -122,13 +106,9 @@ class Schedule:
             geometry.sink_tokens,
         )  # fmt: skip
 
-    def _group(self, device: torch.device) -> ProcessGroup | None:
-        # Every rank comes through here, also those that will have nothing to say: making the group
-        # for the exchange is collective.
-        return exchange_group(resolve_group(self.geometry.group_name), device) if self.geometry.group_name else None
-
     def forward(
         self,
+        group: ProcessGroup | None,
         kernel: Kernel,
         request: Request,
         q_BSHD: torch.Tensor,
@@ -139,8 +119,7 @@ class Schedule:
         lse_BHS: torch.Tensor,
         sinks_H: torch.Tensor | None,
     ) -> None:
-        """Write out, lse and halo."""
-        group = self._group(q_BSHD.device)
+        """Write out, lse and halo; ``group`` is the one to exchange on, if any."""
         if not self.is_ring:
             halo_forward(self.plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS, sinks_H)
             return
@@ -159,6 +138,7 @@ class Schedule:
 
     def backward(
         self,
+        group: ProcessGroup | None,
         kernel: Kernel,
         request: Request,
         dout_BSHE: torch.Tensor,
@@ -172,7 +152,6 @@ class Schedule:
         dsinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv: forward transposed. The share of the sinks' gradient is added to ``dsinks_H``."""
-        group = self._group(q_BSHD.device)
         tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
         if not self.is_ring:
             return halo_backward(self.plan, group, kernel, request, *tensors, lse_BHS, halo, sinks_H, dsinks_H)
@@ -193,6 +172,12 @@ class Schedule:
     def _dealt_back(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
         moves = make_deal(self.compute_layout, self.layout, self.seq_len, self.ranks, self.rank)
         return deal(moves, group, *tensors)
+
+
+@lru_cache(maxsize=1024)
+def schedule_of(geometry: Geometry, boundaries: Boundaries | None) -> Schedule:
+    """The schedule of a sequence, with the boundaries of its documents if there are any; made once for all layers."""
+    return Schedule(geometry, boundaries)
 
 
 @lru_cache(maxsize=256)

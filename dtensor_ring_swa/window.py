@@ -28,6 +28,10 @@ class Window:
     right: int
 
     def __post_init__(self) -> None:
+        if type(self.left) is int and type(self.right) is int:
+            # The usual case, which a call asks in passing.
+            if UNLIMITED <= self.left <= MOST_TOKENS and UNLIMITED <= self.right <= MOST_TOKENS:
+                return
         for side, value in (("left", self.left), ("right", self.right)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(
@@ -57,8 +61,8 @@ class Window:
                 f"window must be a pair (left, right) of tokens or a Window, got {window!r}; for a "
                 "causal window of n keys, the query's own included, use Window.tokens(n)"
             )
-        left, right = (UNLIMITED if side is None else side for side in window)
-        return cls(left, right)
+        left, right = window
+        return cls(UNLIMITED if left is None else left, UNLIMITED if right is None else right)
 
     @classmethod
     def causal(cls) -> Window:

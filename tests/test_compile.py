@@ -18,7 +18,8 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
 from dtensor_ring_swa import Documents, ring_attention
-from dtensor_ring_swa.ops import Names, attention, attention_backward
+from dtensor_ring_swa.ops import attention, attention_backward
+from dtensor_ring_swa.prepare import Names
 from dtensor_ring_swa.testing import RankPool
 
 import cases

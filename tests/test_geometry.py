@@ -27,12 +27,12 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 # Every import points to the left. A new module takes its place here.
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "device", "deal",
-    "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
-    "kernels.flash_groups", "kernels.aten", "kernels.flash", "kernels.intervals", "kernels.few_keys",
-    "kernels.split_keys",
+    "cut",    "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
+    "kernels.flash_groups", "kernels.flash_launch", "kernels.aten", "kernels.flash", "kernels.intervals",
+    "kernels.few_keys", "kernels.split_keys",
     "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
-    "rotate", "schedule", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks", "attention",
-    "sequence", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",
+    "rotate", "schedule", "prepare", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks",
+    "attention",    "sequence", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",
     "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.

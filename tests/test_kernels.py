@@ -16,7 +16,7 @@ from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton
 from dtensor_ring_swa.kernels.flash_band import _pieces
-from dtensor_ring_swa.kernels.flash_groups import Group, flash_groups
+from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.merge import merge_
 from dtensor_ring_swa.plan import make_plan
 
@@ -209,7 +209,7 @@ def test_flash_groups_show_what_the_blocks_show(data: st.DataObject, window: tup
             for j in range(b.k_stop - b.k_start)
             if b.band.lower <= j - i <= b.band.upper
         }
-        groups = flash_groups(call, torch.device("cpu"))
+        groups = flash_groups(call)
         assert groups is not None and len(groups) <= (1 if window[1] == 0 else 2)
         shown = [pair for group in groups for pair in _pairs(group)]
         assert len(shown) == len(want) and set(shown) == want
@@ -217,8 +217,8 @@ def test_flash_groups_show_what_the_blocks_show(data: st.DataObject, window: tup
 
 def _pairs(group: Group) -> list[tuple[int, int]]:
     """What FlashAttention shows of a group: each document's last query is aligned with its last key."""
-    q_edges = [0, group.rows.stop - group.rows.start] if group.cu_seqlens_q is None else group.cu_seqlens_q.tolist()
-    k_edges = [0, group.keys.stop - group.keys.start] if group.cu_seqlens_k is None else group.cu_seqlens_k.tolist()
+    q_edges, k_edges = (edges.tolist() for edges in boundaries_on(group, torch.device("cpu")))
+    assert q_edges[-1] == group.rows.stop - group.rows.start and k_edges[-1] == group.keys.stop - group.keys.start
     left, right = (10**6 if side is None else side for side in group.window)
     return [
         (group.rows.start + i, group.keys.start + j)

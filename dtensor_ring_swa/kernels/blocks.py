@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
 
@@ -36,10 +37,8 @@ def forward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             lse_BHM.fill_(float("-inf"))
         for block in layer.blocks:
             rows, keys = block.rows, block.keys
-            run(
-                request, q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], block.band, out_BMHE[:, rows],
-                lse_BHM[:, :, rows],
-            )  # fmt: skip
+            q, k, v = cut(q_BMHD, rows), cut(k_BNGD, keys), cut(v_BNGE, keys)
+            run(request, q, k, v, block.band, cut(out_BMHE, rows), cut(lse_BHM, rows, 2))
         if sinks_H is not None:
             join_sinks_(out_BMHE, lse_BHM, sinks_H)
 
@@ -117,13 +116,12 @@ def backward_by_block(run: Callable[..., None]) -> Callable[..., None]:
             dv_BNGE.zero_()
         for block in layer.blocks:
             rows, keys = block.rows, block.keys
-            parts = places = [x[:, keys] for x in sums]
+            dout, q, out, dq = (cut(x, rows) for x in (dout_BMHE, q_BMHD, out_BMHE, dq_BMHD))
+            k, v, *places = (cut(x, keys) for x in (k_BNGD, v_BNGE, *sums))
+            parts = places
             if layer.keys_overlap:
-                parts = [torch.empty_like(x[:, keys]) for x in (dk_BNGD, dv_BNGE)]
-            run(
-                request, dout_BMHE[:, rows], q_BMHD[:, rows], k_BNGD[:, keys], v_BNGE[:, keys], out_BMHE[:, rows],
-                lse_BHM[:, :, rows], block.band, dq_BMHD[:, rows], *parts,
-            )  # fmt: skip
+                parts = [torch.empty_like(cut(x, keys)) for x in (dk_BNGD, dv_BNGE)]
+            run(request, dout, q, k, v, out, cut(lse_BHM, rows, 2), block.band, dq, *parts)
             for place, part in zip(places, parts, strict=True):
                 if part is not place:
                     place += part

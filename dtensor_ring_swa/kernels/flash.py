@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
@@ -24,7 +25,8 @@ from dtensor_ring_swa.kernels.flash_band import (
     forward_on_bands,
     padded,
 )
-from dtensor_ring_swa.kernels.flash_groups import Group, flash_groups
+from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
+from dtensor_ring_swa.kernels.flash_launch import start_forward
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "flash"
@@ -42,7 +44,7 @@ def supports(request: Request) -> str | None:
     """None, or what this kernel lacks for the request."""
     if request.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, and the tensors are on {request.device.type!r}"
-    major, minor = torch.cuda.get_device_capability(request.device)
+    major, minor = _capability(request.device)
     if major not in (9, 10, 11):
         return f"it needs compute capability 9.x, 10.x or 11.x, and this GPU has {major}.{minor}"
     if request.dtype not in (torch.bfloat16, torch.float16):
@@ -71,15 +73,15 @@ def _forward_layer(
     sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Write out and lse of a layer. Documents are one call of the package, sinks part of it."""
-    groups = flash_groups(call, request.device)
+    groups = flash_groups(call)
     if groups is None:
         _forward_by_block(request, q_BMHD, k_BNGD, v_BNGE, call, out_BMHE, lse_BHM, sinks_H)
         return
     sinks = None if sinks_H is None else sinks_H.float()
     for group in groups:
-        q, out, lse = q_BMHD[:, group.rows], out_BMHE[:, group.rows], lse_BHM[:, :, group.rows]
-        k, v = k_BNGD[:, group.keys], v_BNGE[:, group.keys]
-        if group.cu_seqlens_q is None:
+        q, out, lse = cut(q_BMHD, group.rows), cut(out_BMHE, group.rows), cut(lse_BHM, group.rows, 2)
+        k, v = cut(k_BNGD, group.keys), cut(v_BNGE, group.keys)
+        if not group.is_packed:
             _forward(request, q, k, v, group.window, out, lse, sinks)
             continue
         for b in range(q.shape[0]):
@@ -102,7 +104,7 @@ def _backward_layer(
     dsinks_H: torch.Tensor | None = None,
 ) -> None:
     """Write dq, dk and dv of a layer."""
-    groups = flash_groups(call, request.device)
+    groups = flash_groups(call)
     grads = (dq_BMHD, dk_BNGD, dv_BNGE)
     if groups is None:
         _backward_by_block(
@@ -114,10 +116,10 @@ def _backward_layer(
         dv_BNGE.zero_()
     sinks = None if sinks_H is None else sinks_H.float()
     for group in groups:
-        dout, q, out, dq = (x[:, group.rows] for x in (dout_BMHE, q_BMHD, out_BMHE, dq_BMHD))
-        k, v, dk, dv = (x[:, group.keys] for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
-        lse = lse_BHM[:, :, group.rows]
-        if group.cu_seqlens_q is None:
+        dout, q, out, dq = (cut(x, group.rows) for x in (dout_BMHE, q_BMHD, out_BMHE, dq_BMHD))
+        k, v, dk, dv = (cut(x, group.keys) for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
+        lse = cut(lse_BHM, group.rows, 2)
+        if not group.is_packed:
             _backward(request, dout, q, k, v, out, lse, group.window, dq, dk, dv, sinks, dsinks_H)
             continue
         for b in range(q.shape[0]):
@@ -140,15 +142,20 @@ def _forward(
 ) -> None:
     """Write out and lse of trimmed blocks, in place unless the head dim has to be padded."""
     width, v_width = _width(request.head_dim), _width(request.v_head_dim)
-    in_place = v_width == request.v_head_dim
-    target = out if in_place else out.new_empty(*out.shape[:-1], v_width)
-    _interface()._flash_attn_fwd(
-        padded(q, width), padded(k, width), padded(v, v_width), softmax_scale=request.scale,
-        softcap=request.softcap, window_size_left=window[0], window_size_right=window[1],
-        return_lse=True, out=target, lse=lse, tile_mn=_tile(request, window), learnable_sink=sinks,
-        **_varlen(packed),
-    )  # fmt: skip
-    if not in_place:
+    target = out if v_width == request.v_head_dim else out.new_empty(*out.shape[:-1], v_width)
+    tensors = padded(q, width), padded(k, width), padded(v, v_width), target, lse, sinks
+    options = {
+        "softmax_scale": request.scale, "softcap": request.softcap, "window_size_left": window[0],
+        "window_size_right": window[1], "tile_mn": _tile(request, window),
+    }  # fmt: skip
+    if packed is None:
+        start_forward(_interface(), *tensors, **options)
+    else:
+        q, k, v, target, lse, sinks = tensors
+        _interface()._flash_attn_fwd(
+            q, k, v, out=target, lse=lse, learnable_sink=sinks, return_lse=True, **options, **_varlen(packed, q.device)
+        )
+    if target is not out:
         out.copy_(target[..., : request.v_head_dim])
 
 
@@ -176,7 +183,7 @@ def _backward(
         padded(q, width), padded(k, width), padded(v, width), padded(out, width), padded(dout, width),
         lse, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
         window_size_right=window[1], dq=targets[0], dk=targets[1], dv=targets[2], learnable_sink=sinks,
-        deterministic=request.deterministic, **_varlen(packed),
+        deterministic=request.deterministic, **_varlen(packed, q.device),
     )  # fmt: skip
     for grad, target in zip((dq, dk, dv), targets, strict=True):
         if target is not grad:
@@ -185,9 +192,14 @@ def _backward(
         dsinks += share
 
 
-def _varlen(packed: Group | None) -> dict[str, Any]:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {} if packed is None else {name: getattr(packed, name) for name in names}
+def _varlen(packed: Group | None, device: torch.device) -> dict[str, Any]:
+    if packed is None:
+        return {}
+    cu_seqlens_q, cu_seqlens_k = boundaries_on(packed, device)
+    return {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max(packed.q_lens), "max_seqlen_k": max(packed.k_lens),
+    }  # fmt: skip
 
 
 _forward_by_block = forward_by_block(forward_on_bands(_forward))
@@ -207,7 +219,12 @@ def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:
 
 
 def _is_hopper(request: Request) -> bool:
-    return torch.cuda.get_device_capability(request.device)[0] == 9
+    return _capability(request.device)[0] == 9
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _width(head_dim: int) -> int:

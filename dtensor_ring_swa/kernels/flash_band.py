@@ -8,11 +8,13 @@ such a window, and the rest is known: zeros and ``-inf``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from dtensor_ring_swa.band import Band
+from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.kernels.request import Request
 
 # Tokens visible to the left and right of the aligned query; None where a side hides nothing.
@@ -32,14 +34,13 @@ def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         lse_BHM: torch.Tensor,
     ) -> None:
         """Write out and lse of one block."""
-        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
+        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else ()
         if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
             out_BMHE.zero_()
             lse_BHM.fill_(float("-inf"))
         for rows, keys, window in pieces:
-            k, v = _cut(k_BNGD, keys), _cut(v_BNGE, keys)
-            lse = lse_BHM[:, :, rows.start : rows.stop]
-            run(request, _cut(q_BMHD, rows), k, v, window, _cut(out_BMHE, rows), lse)
+            k, v = cut(k_BNGD, keys), cut(v_BNGE, keys)
+            run(request, cut(q_BMHD, rows), k, v, window, cut(out_BMHE, rows), cut(lse_BHM, rows, 2))
 
     return forward
 
@@ -61,7 +62,7 @@ def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
         dv_BNGE: torch.Tensor,
     ) -> None:
         """Write dq, dk and dv of one block."""
-        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else []
+        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else ()
         if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
             dq_BMHD.zero_()
         # Where pieces share keys, their shares are summed in float32 and rounded once.
@@ -72,11 +73,11 @@ def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
             dk_BNGD.zero_()
             dv_BNGE.zero_()
         for rows, keys, window in pieces:
-            k, v, *totals = (_cut(x, keys) for x in (k_BNGD, v_BNGE, *sums))
+            k, v, *totals = (cut(x, keys) for x in (k_BNGD, v_BNGE, *sums))
             shares = [torch.empty_like(x) for x in (k, v)] if len(pieces) > 1 else totals
             run(
-                request, _cut(dout_BMHE, rows), _cut(q_BMHD, rows), k, v, _cut(out_BMHE, rows),
-                lse_BHM[:, :, rows.start : rows.stop], window, _cut(dq_BMHD, rows), *shares,
+                request, cut(dout_BMHE, rows), cut(q_BMHD, rows), k, v, cut(out_BMHE, rows),
+                cut(lse_BHM, rows, 2), window, cut(dq_BMHD, rows), *shares,
             )  # fmt: skip
             if len(pieces) > 1:
                 for total, share in zip(totals, shares, strict=True):
@@ -95,7 +96,8 @@ def padded(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pieces(band: Band, q_len: int, k_len: int) -> list[tuple[range, range, FlashWindow]]:
+@lru_cache(maxsize=1024)
+def _pieces(band: Band, q_len: int, k_len: int) -> tuple[tuple[range, range, FlashWindow], ...]:
     """Query rows, the keys that they see, and the window between: one piece, in rare shapes up to three.
 
     FlashAttention-2 turns a side as wide as the keys into an open one, and completes a lone open side
@@ -105,22 +107,18 @@ def _pieces(band: Band, q_len: int, k_len: int) -> list[tuple[range, range, Flas
     """
     rows, keys, inner = band.trim(q_len, k_len)
     if not rows:
-        return []
+        return ()
     if len(rows) <= len(keys) or inner.upper - inner.lower < len(keys) - 1:
         left, right = inner.flash_window(len(rows), len(keys))
-        return [(rows, keys, (left if left < len(keys) else None, right if right < len(keys) else None))]
+        return ((rows, keys, (left if left < len(keys) else None, right if right < len(keys) else None)),)
     first, last = max(0, len(keys) - 1 - inner.upper), min(len(rows), 1 - inner.lower)
     pieces: list[tuple[range, range, FlashWindow]] = [(rows[first:last], keys, (None, None))]
     for start, stop in ((0, first), (last, len(rows))):
         shifted = Band(inner.lower + start, inner.upper + start)
         for part, part_keys, window in _pieces(shifted, stop - start, len(keys)):
             pieces.append((_shifted(part, rows.start + start), _shifted(part_keys, keys.start), window))
-    return pieces
+    return tuple(pieces)
 
 
 def _shifted(rows: range, by: int) -> range:
     return range(rows.start + by, rows.stop + by)
-
-
-def _cut(x: torch.Tensor, rows: range) -> torch.Tensor:
-    return x[:, rows.start : rows.stop]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,7 @@ from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.kernels.flash_band import FlashWindow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Blocks whose rows and keys follow one another, under one window of the aligned last query and key.
 
@@ -21,24 +22,32 @@ class Group:
         rows: Query rows of the call.
         keys: Key rows of the call.
         window: What each block's queries see.
-        cu_seqlens_q: Where each block's queries begin: int32 on the device; None for one block.
-        cu_seqlens_k: Where its keys begin.
-        max_seqlen_q: Most queries of a block.
-        max_seqlen_k: Most keys of a block.
+        q_lens: Queries of each block.
+        k_lens: Keys of each block.
     """
 
     rows: slice
     keys: slice
     window: FlashWindow
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is more than one block."""
+        return len(self.q_lens) > 1
 
 
 @kept(256)
-def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
-    """The fewest calls that compute each block once, ready on the device; None if blocks do not suit.
+def boundaries_on(group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each block's queries and keys begin, and the last ones end: int32, ready on the device."""
+    q_starts, k_starts = (to_device([0, *accumulate(lengths)], device) for lengths in (group.q_lens, group.k_lens))
+    return q_starts, k_starts
+
+
+@lru_cache(maxsize=256)
+def flash_groups(call: Call) -> tuple[Group, ...] | None:
+    """The fewest calls that compute each block once; None if blocks do not suit.
 
     They suit if no key is in two and every row is in one, and if no block has more queries
     than keys (see ``flash_band``). The last document of a shard may be a call of its own: where a
@@ -54,7 +63,7 @@ def flash_groups(call: Call, device: torch.device) -> tuple[Group, ...] | None:
             groups[-1].append(block)
         else:
             groups.append([block])
-    return tuple(_ready(group, device) for group in groups)
+    return tuple(map(_group, groups))
 
 
 def _follows(first: Block, second: Block) -> bool:
@@ -84,15 +93,8 @@ def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | bool | None:
     return reach if fits else False
 
 
-def _ready(blocks: Sequence[Block], device: torch.device) -> Group:
+def _group(blocks: Sequence[Block]) -> Group:
     window = _window(blocks)
     assert window is not None
-    q_lens, k_lens = [b.q_len for b in blocks], [b.k_len for b in blocks]
-
-    def starts(lengths: Sequence[int]) -> torch.Tensor | None:
-        return None if len(blocks) == 1 else to_device([0, *accumulate(lengths)], device)
-
-    return Group(
-        slice(blocks[0].q_start, blocks[-1].q_stop), slice(blocks[0].k_start, blocks[-1].k_stop), window,
-        starts(q_lens), starts(k_lens), max(q_lens), max(k_lens),
-    )  # fmt: skip
+    rows, keys = (slice(blocks[0].q_start, blocks[-1].q_stop), slice(blocks[0].k_start, blocks[-1].k_stop))
+    return Group(rows, keys, window, tuple(b.q_len for b in blocks), tuple(b.k_len for b in blocks))

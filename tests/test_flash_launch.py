@@ -1,0 +1,98 @@
+"""Starting flash-attn-4's forward again, with a stand-in for the package: what is kept, and what goes the whole way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dtensor_ring_swa.kernels import flash_launch
+from dtensor_ring_swa.kernels.flash_launch import start_forward
+
+import flash_stand_in as package
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    flash_launch._noted.cache_clear()
+    yield
+    package.reset()
+
+
+def tensors(rows: int = 6, offset: int = 0, grad: bool = False) -> list[torch.Tensor]:
+    """q, k, v, out and lse of ``rows`` rows, q beginning ``offset`` elements into its memory."""
+    shape = (1, rows, 2, 4)
+    q = torch.randn(rows * 8 + offset)[offset:].view(shape).requires_grad_(grad)
+    return [q, torch.randn(shape), torch.randn(shape), torch.empty(shape), torch.empty(1, 2, rows)]
+
+
+def start(given: list[torch.Tensor], sinks: torch.Tensor | None = None, **options: Any) -> None:
+    options = {"softmax_scale": 0.5, "window_size_left": 3, **options}
+    q, k, v, out, lse = given
+    start_forward(package, q, k, v, out, lse, sinks, **options)
+    assert torch.equal(out, q.detach() * options["softmax_scale"] + k.mean() + v.mean())
+    assert torch.equal(lse, torch.full_like(lse, options["window_size_left"] or 0.0))
+
+
+def test_the_second_call_of_a_kind_starts_the_program_alone() -> None:
+    for grad in (False, True, False):
+        start(tensors(grad=grad))
+    assert len(package.ran) == 1 and len(package.started) == 3
+    assert not any(x.requires_grad for arguments in package.started for x in arguments[:5])
+
+
+def test_another_kind_goes_the_whole_way() -> None:
+    strided = torch.randn(1, 6, 4, 4)[:, :, ::2]
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}), ({"rows": 7}, {}), ({"q": strided}, {}), ({}, {"window_size_left": 4}),
+        ({}, {"window_size_left": None}), ({}, {"softmax_scale": 0.25}),
+    ]  # fmt: skip
+    for shape, options in kinds:
+        for _ in range(2):
+            own, *others = tensors(shape.get("rows", 6))
+            start([shape.get("q", own), *others], **options)
+    assert len(package.ran) == 6 and len(package.started) == 12
+
+
+def test_sinks_are_put_where_the_program_takes_them() -> None:
+    for _ in range(2):
+        sinks = torch.randn(2)
+        start(tensors(), sinks)
+        assert package.started[-1][8] is sinks
+    start(tensors())
+    assert package.started[-1][8] is None and len(package.ran) == 2
+
+
+def test_a_tensor_that_is_copied_goes_the_whole_way_each_time() -> None:
+    start(tensors())
+    for _ in range(2):
+        start(tensors(offset=1))
+    assert len(package.ran) == 3
+
+
+def test_a_program_with_room_of_its_own_is_not_started_again() -> None:
+    package.options["room_of_its_own"] = True
+    for _ in range(3):
+        start(tensors())
+    assert len(package.ran) == 3
+
+
+def test_the_package_is_left_as_it_was() -> None:
+    function, cache = package._flash_attn_fwd, package._flash_attn_fwd.compile_cache
+    start(tensors())
+    assert package._flash_attn_fwd is function and function.compile_cache is cache
+    assert list(cache) == [(torch.float32, False)]
+
+
+def test_what_was_noted_holds_no_tensor() -> None:
+    given = tensors()
+    held = [weakref.ref(x) for x in given]
+    start(given)
+    package.started.clear()
+    del given
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
