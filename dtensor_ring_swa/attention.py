@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -159,7 +158,7 @@ def ring_attention(
         error = problem
         if packed:
             error.add_note("q, k and v of [T, H, D] are taken as [1, T, H, D]; dims are counted there")
-    if group is not None and checked.seq_len is None and dist.get_world_size(group) > 1:
+    if group is not None and checked.seq_len is None and group.size() > 1:
         options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
         facts = () if error else facts_of(q, k, v, sinks, checked.documents, Window.of(window), sink_tokens, *options)
         checked = checked._replace(seq_len=agree(group, FACTS, facts, error))
@@ -229,7 +228,7 @@ def _check_tensors(
     if group is None:
         seq_len = check_length(q, seq_len)
     else:
-        ranks, place = dist.get_world_size(group), group.group_name
+        ranks, place = group.size(), group.group_name
     if compiling:
         check_even_shards(q, ranks, seq_len)
         # A graph is traced for shapes that all ranks share; whether they do is compared when it runs.

@@ -15,17 +15,20 @@ _R = TypeVar("_R")
 _KINDS = tuple(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))
 
 
-def cast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors in autocast's dtype, as ``scaled_dot_product_attention`` takes them; themselves outside of autocast.
+def cast_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors of one device in autocast's dtype, as ``scaled_dot_product_attention`` takes them.
 
-    float64 stays. What is not a float tensor stays, for the checks to refuse.
+    Outside of autocast they stay, and so do float64 and what is not a float tensor, for the checks to refuse.
     """
-    return tuple(_cast(x) if isinstance(x, torch.Tensor) and _is_on(x.device) else x for x in tensors)
+    if not isinstance(q, torch.Tensor) or not _is_on(q.device):
+        return q, k, v
+    return _cast(q), _cast(k), _cast(v)
 
 
 def _cast(x: torch.Tensor) -> torch.Tensor:
-    keeps = not x.is_floating_point() or x.dtype == torch.float64
-    return x if keeps else x.to(torch.get_autocast_dtype(x.device.type))
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -15,9 +15,9 @@ from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
 from dtensor_ring_swa.plan import Plan
 
-# Operations of the interior that take a GPU as long as a message does, by kind of device: 20 to 70 us on H200. Fewer hide
+# Operations of the interior that take a GPU as long as a message, by kind of device: 20 to 70 us on H200. Fewer hide
 # nothing, and a kernel call of their own takes the host longer than that.
-_WORTH_HIDING_BEHIND = {"cuda": 1e10}
+WORTH_HIDING_BEHIND = {"cuda": 1e10}
 
 
 class _Calls(NamedTuple):
@@ -35,7 +35,7 @@ class _Calls(NamedTuple):
         """All rows are one call that waits, if the interior is too small to hide what comes."""
         batch, _, heads, width = q_BSHD.shape
         flops = 2 * plan.interior_pairs * batch * heads * (width + v_BSGE.shape[3])
-        if flops >= _WORTH_HIDING_BEHIND.get(q_BSHD.device.type, 0):
+        if flops >= WORTH_HIDING_BEHIND.get(q_BSHD.device.type, 0):
             return cls(plan.interior_calls, plan.boundary_calls, True)
         # Documents would have to be joined one by one.
         if plan.boundary and not plan.packed:
@@ -69,7 +69,7 @@ def halo_forward(
     received = keys.shape.numel(plan.received_rows)
     if received < halo.numel():
         # Rows that nobody sends, at the edges of the sequence: an output of the op must not differ from run to run.
-        halo[received:].zero_()
+        cut(halo, slice(received, halo.numel()), 0).zero_()
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, halo)
     beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.beside)
     if not calls.beside:

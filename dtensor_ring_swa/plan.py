@@ -29,6 +29,11 @@ class Transfer:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def rows(self) -> slice:
+        """The rows, as a slice."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Plan:

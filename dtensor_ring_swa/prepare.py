@@ -39,7 +39,7 @@ class Names(NamedTuple):
         """The argument."""
         gradients = "deterministic" if self.deterministic else "any"
         length = "assumed" if self.assumed else "known"
-        return f"{self.kernel} {self.layout} {self.load_balance} {self.exchange} {gradients} {length}"
+        return " ".join((*self[:4], gradients, length))
 
     @staticmethod
     @lru_cache(maxsize=256)

@@ -28,10 +28,6 @@ class Window:
     right: int
 
     def __post_init__(self) -> None:
-        if type(self.left) is int and type(self.right) is int:
-            # The usual case, which a call asks in passing.
-            if UNLIMITED <= self.left <= MOST_TOKENS and UNLIMITED <= self.right <= MOST_TOKENS:
-                return
         for side, value in (("left", self.left), ("right", self.right)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(

@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.integers(1, 5)), v_head_dim=draw(st.integers(1, 5)), window=draw(windows), axes=axes,
         mesh=mesh, scale=draw(st.sampled_from([None, 0.3])), softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
         shared_kv=shared_kv, plain=axes == ("cp",) and draw(st.booleans()), strided=draw(st.booleans()),
-        seed=draw(st.integers(0, 3)),
+        joint=draw(st.booleans()), seed=draw(st.integers(0, 3)),
     )  # fmt: skip
 
 
@@ -64,6 +64,9 @@ def check(pools: Pools, case: Case) -> None:
 # Three query heads a rank over two key/value heads: the middle rank's heads share unevenly.
 @example(case=Case(seq_len=8, q_heads=15, kv_heads=3, mesh=(1, 3), axes=("cp", "tp"), shared_kv=True))
 @example(case=Case(seq_len=1, mesh=(4,), window=(0, 0)))
+# A shard between two halos, as one kernel call.
+@example(case=Case(seq_len=12, mesh=(3,), window=(2, 1), joint=True))
+@example(case=Case(seq_len=12, mesh=(3,), window=(6, 6), joint=True, plain=True))
 def test_equals_dense(pools: Pools, case: Case) -> None:
     check(pools, case)
 

@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         exchange=draw(st.sampled_from(["auto", "auto", "ring"] + ["halo"] * (layout == "contiguous"))),
         sink_tokens=draw(st.sampled_from([0, 0, 1, 2, 5, 50])),
         sinks=draw(st.sampled_from([None, "plain"] + ["dtensor"] * (not plain))),
-        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])), seed=draw(st.integers(0, 3)),
+        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])), joint=draw(st.booleans()), seed=draw(st.integers(0, 3)),
     )  # fmt: skip
 
 

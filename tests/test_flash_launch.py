@@ -30,12 +30,18 @@ def tensors(rows: int = 6, offset: int = 0, grad: bool = False) -> list[torch.Te
     return [q, torch.randn(shape), torch.randn(shape), torch.empty(shape), torch.empty(1, 2, rows)]
 
 
-def start(given: list[torch.Tensor], sinks: torch.Tensor | None = None, **options: Any) -> None:
-    options = {"softmax_scale": 0.5, "window_size_left": 3, **options}
+def start(
+    given: list[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+    scale: float = 0.5,
+    left: int | None = 3,
+    right: int | None = 0,
+    tile: tuple[int, int] | None = None,
+) -> None:
     q, k, v, out, lse = given
-    start_forward(package, q, k, v, out, lse, sinks, **options)
-    assert torch.equal(out, q.detach() * options["softmax_scale"] + k.mean() + v.mean())
-    assert torch.equal(lse, torch.full_like(lse, options["window_size_left"] or 0.0))
+    start_forward(package, q, k, v, out, lse, sinks, scale, 0.0, (left, right), tile)
+    assert torch.equal(out, q.detach() * scale + k.mean() + v.mean())
+    assert torch.equal(lse, torch.full_like(lse, left or 0.0))
 
 
 def test_the_second_call_of_a_kind_starts_the_program_alone() -> None:
@@ -48,14 +54,14 @@ def test_the_second_call_of_a_kind_starts_the_program_alone() -> None:
 def test_another_kind_goes_the_whole_way() -> None:
     strided = torch.randn(1, 6, 4, 4)[:, :, ::2]
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {}), ({"rows": 7}, {}), ({"q": strided}, {}), ({}, {"window_size_left": 4}),
-        ({}, {"window_size_left": None}), ({}, {"softmax_scale": 0.25}),
+        ({}, {}), ({"rows": 7}, {}), ({"q": strided}, {}), ({}, {"left": 4}), ({}, {"left": None}),
+        ({}, {"right": 1}), ({}, {"scale": 0.25}), ({}, {"tile": (192, 64)}),
     ]  # fmt: skip
     for shape, options in kinds:
         for _ in range(2):
             own, *others = tensors(shape.get("rows", 6))
             start([shape.get("q", own), *others], **options)
-    assert len(package.ran) == 6 and len(package.started) == 12
+    assert len(package.ran) == 8 and len(package.started) == 16
 
 
 def test_sinks_are_put_where_the_program_takes_them() -> None:
@@ -82,10 +88,10 @@ def test_a_program_with_room_of_its_own_is_not_started_again() -> None:
 
 
 def test_the_package_is_left_as_it_was() -> None:
-    function, cache = package._flash_attn_fwd, package._flash_attn_fwd.compile_cache
+    function, cache = package._flash_attn_fwd, package.cache()
     start(tensors())
-    assert package._flash_attn_fwd is function and function.compile_cache is cache
-    assert list(cache) == [(torch.float32, False)]
+    assert package._flash_attn_fwd is function and package.cache() is cache
+    assert list(cache) == [(torch.float32, False, False, None)]
 
 
 def test_what_was_noted_holds_no_tensor() -> None:

@@ -26,14 +26,13 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
 # Every import points to the left. A new module takes its place here.
 ORDER = (
-    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "exchange", "device", "deal",
-    "cut",    "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference", "kernels.flash_band",
-    "kernels.flash_groups", "kernels.flash_launch", "kernels.aten", "kernels.flash", "kernels.intervals",
-    "kernels.few_keys", "kernels.split_keys",
-    "kernels.triton_tiles", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
-    "rotate", "schedule", "prepare", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "checks",
-    "attention",    "sequence", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",
-    "parallel.plans", "parallel", "",
+    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "cut", "exchange", "device",
+    "deal", "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference",
+    "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.aten", "kernels.flash",
+    "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles", "kernels.triton_kernels",
+    "kernels.triton", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "prepare", "autocast", "ops",
+    "sharding", "heads", "dtensor", "documents", "checks", "attention", "sequence", "module", "parallel.inputs",
+    "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")
@@ -211,6 +210,21 @@ def test_interior_is_every_row_whose_window_lies_inside_the_shard() -> None:
             if max(0, p - left) >= plan.start and min(plan.seq_len - 1, p + right) < plan.stop
         }
         assert {row for block in plan.interior for row in range(block.q_start, block.q_stop)} == inside, plan
+
+
+def test_joint_calls_show_what_the_blocks_show_in_one_band_where_a_shard_has_an_interior() -> None:
+    for plan in all_plans():
+        if not plan.boundary:
+            continue
+        (call,) = plan.joint_calls
+        seen = [
+            (i + call.q_start + b.q_start, j + call.k_start + b.k_start)
+            for b in call.blocks
+            for i, j in shown(b.band, b.q_len, b.k_len)
+        ]
+        want = {(i + b.q_start, j + b.k_start) for b in plan.blocks for i, j in shown(b.band, b.q_len, b.k_len)}
+        assert len(seen) == len(want) and set(seen) == want, plan
+        assert len(call.blocks) == 1, plan
 
 
 def test_interior_blocks_touch_no_halo_row() -> None:

@@ -31,15 +31,16 @@ def check(pool: RankPool, case: Case) -> None:
         assert max(found.values()) < TOLERANCE[case.dtype], f"rank {rank}: {found}"
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kernel", ["flash", "aten", "triton", "reference"])
-def test_windows(pool: RankPool, kernel: str, window: tuple[int, int], plain: bool) -> None:
+def test_windows(pool: RankPool, kernel: str, window: tuple[int, int], plain: bool, joint: bool) -> None:
     check(
         pool,
         Case(
             seq_len=2048, q_heads=8, kv_heads=2, head_dim=64, v_head_dim=64, window=window, mesh=(RANKS,),
-            dtype=torch.bfloat16, kernel=kernel, device="cuda", plain=plain,
+            dtype=torch.bfloat16, kernel=kernel, device="cuda", plain=plain, joint=joint,
         ),
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dtensor_ring_swa.kernels.flash_band import FlashWindow
+
 _ALIGNED = 16
 
 
@@ -66,7 +68,10 @@ def start_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
-    **options: Any,
+    scale: float,
+    softcap: float,
+    window: FlashWindow,
+    tile: tuple[int, int] | None,
 ) -> None:
     """Write out and lse, as ``_flash_attn_fwd`` does with these tensors and options.
 
@@ -78,15 +83,20 @@ def start_forward(
         out: The result ``[B, M, Hq, Dv]``.
         lse: Its lse ``[B, Hq, M]``.
         sinks: Learned sinks ``[Hq]``, if any.
-        **options: What else the function takes, hashable.
+        scale: Factor on the scores.
+        softcap: Their bound; 0.0 for none.
+        window: Keys seen to the left and right of the aligned query, None where a side hides nothing.
+        tile: Rows and keys of a tile; None is the package's choice.
     """
-    tensors = (q, k, v, out, lse) if sinks is None else (q, k, v, out, lse, sinks)
-    if any(x.data_ptr() % _ALIGNED for x in tensors[:4]):
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNED:
         # It copies a tensor that is not aligned, and starts its program on the copy.
         noted: list[_Start | None] = [None]
     else:
-        kinds = tuple((x.shape, x.stride()) for x in tensors)
-        noted = _noted(kinds, q.device, q.dtype, None if sinks is None else sinks.dtype, tuple(options.items()))
+        noted = _noted(
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), q.device,
+            q.dtype, None if sinks is None else (sinks.dtype, sinks.stride()), scale, softcap, window, tile,
+        )  # fmt: skip
+    tensors = (q, k, v, out, lse) if sinks is None else (q, k, v, out, lse, sinks)
     if noted and noted[0] is not None:
         noted[0](tensors)
         return
@@ -96,7 +106,10 @@ def start_forward(
         # The function's own code; but the name under which it looks for its cache is another's.
         names = {**vars(interface), function.__name__: SimpleNamespace(compile_cache=noting)}
         function = FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
-    function(q, k, v, out=out, lse=lse, learnable_sink=sinks, return_lse=True, **options)
+    function(
+        q, k, v, softmax_scale=scale, softcap=softcap, window_size_left=window[0], window_size_right=window[1],
+        tile_mn=tile, out=out, lse=lse, learnable_sink=sinks, return_lse=True,
+    )  # fmt: skip
     if not noted:
         noted.append(_as_expected(noting.started, tensors))
 
