@@ -65,13 +65,17 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
     Raises:
         ValueError: With what was given and what is accepted.
     """
+    kinds, strided = [], True
     for name, x in (("q", q_BSHD), ("k", k_BSGD), ("v", v_BSGE)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor or DTensor, got {type(x).__name__}")
-    kinds = [_Kind(isinstance(x, DTensor), x.dtype, x.layout, x.device, x.shape) for x in (q_BSHD, k_BSGD, v_BSGE)]
+        kinds.append(_Kind(isinstance(x, DTensor), x.dtype, x.layout, x.device, x.shape))
+        strided = strided and x.layout == torch.strided
     # Symbolic and ragged sizes cannot be looked up.
-    concrete = not torch.compiler.is_compiling() and all(x.layout == torch.strided for x in kinds)
-    (_check_kinds_once if concrete else _check_kinds)(*kinds)
+    if strided and not torch.compiler.is_compiling():
+        _check_kinds_once(*kinds)
+    else:
+        _check_kinds(*kinds)
 
 
 def _check_kinds(q: _Kind, k: _Kind, v: _Kind) -> None:
@@ -115,10 +119,11 @@ def _shapes(kinds: dict[str, _Kind]) -> str:
 
 def refuse_forward_mode(*tensors: object) -> None:
     """Raise NotImplementedError for dual tensors: autograd drops the tangents of an op that has no rule for them."""
-    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "ring_attention has no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors); use backward"
-        )
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "ring_attention has no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors); use backward"
+            )
 
 
 def check_options(softcap: float, scale: float | None) -> None:

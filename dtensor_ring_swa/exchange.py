@@ -72,8 +72,7 @@ class Exchange:
         sends: Iterable[tuple[Transfer, torch.Tensor]],
         receives: Iterable[tuple[Transfer, torch.Tensor]],
     ) -> None:
-        self._group = group
-        self._sends, self._receives = list(sends), list(receives)
+        self._group, self._sends, self._receives = group, list(sends), list(receives)
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
         messages = [message for _, message in (*self._sends, *self._receives)]
@@ -108,7 +107,11 @@ class Exchange:
 
 
 def fetch_halo(
-    plan: Plan, group: ProcessGroup | None, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor
+    plan: Plan,
+    group: ProcessGroup | None,
+    k_BSGD: torch.Tensor,
+    v_BSGE: torch.Tensor,
+    messages: Sequence[torch.Tensor],
 ) -> Exchange:
     """Send the neighbours the rows that they reach, and receive those that we reach.
 
@@ -117,11 +120,10 @@ def fetch_halo(
         group: The group to exchange on, of the context-parallel ranks; None on one device.
         k_BSGD: This rank's keys.
         v_BSGE: This rank's values.
-        halo: Flat buffer to receive into, with room for the halo's rows.
+        messages: Room for each neighbour's rows, in the order of ``plan.receives``.
     """
     sends = [pack(cut(k_BSGD, t.rows), cut(v_BSGE, t.rows)) for t in plan.sends]
-    receives = Rows.of(k_BSGD, v_BSGE).messages(halo, plan.receives) if plan.receives else ()
-    return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, receives, strict=True))
+    return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, messages, strict=True))
 
 
 def return_halo(

@@ -7,7 +7,7 @@ edges and go back to where the keys came from.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -25,30 +25,29 @@ class KeyRows:
         plan: Which rows are where.
         local: K and V of the shard.
         shape: The shape of a row of K and V.
+        messages: What comes from other ranks, in the order of ``plan.receives``.
     """
 
     def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
         self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), Rows.of(k_BSGD, v_BSGE)
-        self._halo = halo
+        self.messages = self.shape.messages(halo, plan.receives)
 
-    @cached_property
-    def _pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        receives = self.plan.receives
-        messages = zip(receives, self.shape.messages(self._halo, receives), strict=True)
-        pieces = [self.shape.unpack(message, len(t)) for t, message in messages]
-        pieces.insert(self.plan.shard_piece, self.local)
-        return pieces
+    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V for one call: views if they lie in one piece."""
+        parts = [self._rows(piece, rows) for piece, rows in self.overlaps(call)]
+        if len(parts) == 1:
+            return parts[0]
+        ks, vs = zip(*parts, strict=True)
+        return torch.cat(ks, dim=1), torch.cat(vs, dim=1)
 
-    def of(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """K and V for one call: a view if they lie in one piece."""
-        overlaps = self.overlaps(call)
-        if len(overlaps) == 1:
-            piece, rows = overlaps[0]
-            # Its own keys do not need the messages taken apart.
-            source = self.local if piece == self.plan.shard_piece else self._pieces[piece]
-            return tuple(cut(x, rows) for x in source)
-        parts = [[cut(x, rows) for x in self._pieces[piece]] for piece, rows in overlaps]
-        return tuple(torch.cat(xs, dim=1) for xs in zip(*parts, strict=True))
+    def _rows(self, piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = self.plan.shard_piece
+        if piece == shard:
+            k, v = self.local
+        else:
+            index = piece - (piece > shard)
+            k, v = self.shape.unpack(self.messages[index], len(self.plan.receives[index]))
+        return cut(k, rows), cut(v, rows)
 
     def overlaps(self, call: Call) -> tuple[tuple[int, slice], ...]:
         """The pieces that a call's keys lie in, and which rows of each."""
