@@ -49,4 +49,5 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _is_on(device: torch.device) -> bool:
-    return device.type in _KINDS and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return kind in _KINDS and torch.is_autocast_enabled(kind)

@@ -75,9 +75,9 @@ class Exchange:
         self._group, self._sends, self._receives = group, list(sends), list(receives)
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
-        messages = [message for _, message in (*self._sends, *self._receives)]
-        self._posted = group is None or not any(message.numel() for message in messages)
-        if not self._posted and not messages[0].is_cuda:
+        filled = [message for _, message in (*self._sends, *self._receives) if message.numel()]
+        self._posted = group is None or not filled
+        if filled and not filled[0].is_cuda:
             self.post()
 
     @property

@@ -70,13 +70,14 @@ def exchange_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     On NCCL it is a private group on a high-priority stream: on an ordinary one the halo waits behind
     the attention kernel that fills the GPU. It is collective at the first call.
     """
-    if group not in _exchange_groups:
-        _exchange_groups[group] = {}
-    made = _exchange_groups[group]
-    if device.type not in made:
+    kind = device.type
+    made = _exchange_groups.get(group)
+    if made is None:
+        made = _exchange_groups[group] = {}
+    if kind not in made:
         # Not the group itself: what holds its key would never be collected.
-        made[device.type] = _private_nccl(group) if _backend(group, device.type) == "nccl" else None
-    return made[device.type] or group
+        made[kind] = _private_nccl(group) if _backend(group, kind) == "nccl" else None
+    return made[kind] or group
 
 
 def _backend(group: ProcessGroup, device_type: str) -> str | None:

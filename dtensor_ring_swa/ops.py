@@ -166,8 +166,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_autograd(*args: Any) -> tuple[torch.Tensor, ...]:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
-        return _Attention.apply(*args)
+    if torch.is_grad_enabled():
+        for x in args[:4]:
+            if x is not None and x.requires_grad:
+                return _Attention.apply(*args)
     return _below_autograd(*args)
 
 
