@@ -15,9 +15,11 @@ from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
 from dtensor_ring_swa.plan import Plan
 
-# Operations of the interior that take a GPU as long as a message, by kind of device: 20 to 70 us on H200. Fewer hide
-# nothing, and a kernel call of their own takes the host longer than that.
-WORTH_HIDING_BEHIND = {"cuda": 1e10}
+# Microseconds that an interior must take, by kind of device, to be a kernel call of its own: as long as a message is
+# under way. A shorter one hides nothing, and the host needs longer than that to start it.
+WORTH_HIDING_BEHIND = {"cuda": 20.0}
+# What a GPU does in a microsecond at best: operations in half precision, and bytes moved (H200, rounded).
+_OPERATIONS, _BYTES = 5e8, 3e6
 
 
 class _Calls(NamedTuple):
@@ -33,9 +35,10 @@ class _Calls(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, q_BSHD: torch.Tensor, v_BSGE: torch.Tensor) -> _Calls:
         """All rows are one call that waits, if the interior is too small to hide what comes."""
-        batch, _, heads, width = q_BSHD.shape
-        flops = 2 * plan.interior_pairs * batch * heads * (width + v_BSGE.shape[3])
-        if flops >= WORTH_HIDING_BEHIND.get(q_BSHD.device.type, 0):
+        batch, _, heads, head_dim = q_BSHD.shape
+        width = batch * heads * (head_dim + v_BSGE.shape[3])
+        operations, moved = 2 * plan.interior_pairs * width, plan.interior_rows * width * q_BSHD.element_size()
+        if max(operations / _OPERATIONS, moved / _BYTES) >= WORTH_HIDING_BEHIND.get(q_BSHD.device.type, 0):
             return cls(plan.interior_calls, plan.boundary_calls, True)
         # Documents would have to be joined one by one.
         if plan.boundary and not plan.packed:

@@ -120,10 +120,18 @@ def _sum_rows(total: torch.Tensor, shares: list[tuple[int, torch.Tensor]]) -> No
     what torch.add does inside.
     """
     spans = [(start, start + share.shape[1], share) for start, share in shares]
+    added = [span for span in spans if span[2] is not total]
+    if len(added) < len(spans) and _are_apart(added):
+        # Each row is the sum of two terms at most, and one of them is in place.
+        for start, stop, share in added:
+            cut(total, slice(start, stop)).add_(share)
+        return
     edges = sorted({0, total.shape[1], *(edge for start, stop, _ in spans for edge in (start, stop))})
     for first, last in pairwise(edges):
-        target = total[:, first:last]
-        terms = [x[:, first - start : last - start] for start, stop, x in spans if start <= first and last <= stop]
+        target = cut(total, slice(first, last))
+        terms = [
+            cut(x, slice(first - start, last - start)) for start, stop, x in spans if start <= first and last <= stop
+        ]
         if len(terms) == 1:
             if terms[0].data_ptr() != target.data_ptr():
                 target.copy_(terms[0])
@@ -134,3 +142,8 @@ def _sum_rows(total: torch.Tensor, shares: list[tuple[int, torch.Tensor]]) -> No
             for term in terms[1:]:
                 wide += term
             target.copy_(wide)
+
+
+def _are_apart(spans: list[tuple[int, int, torch.Tensor]]) -> bool:
+    ordered = sorted((start, stop) for start, stop, _ in spans)
+    return all(first[1] <= second[0] for first, second in pairwise(ordered))

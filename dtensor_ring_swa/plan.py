@@ -117,6 +117,11 @@ class Plan:
         return sum(block.pairs for block in self.interior)
 
     @cached_property
+    def interior_rows(self) -> int:
+        """Query rows of the interior."""
+        return sum(call.q_len for call in self.interior_calls)
+
+    @cached_property
     def key_edges(self) -> tuple[int, ...]:
         """Where the key rows of each message, and of the shard, begin, in their order; and where the last end."""
         lengths = [len(t) for t in self.receives]
@@ -153,7 +158,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in a few lines of English, and whether ``ring_attention`` would follow it by itself."""
-        inner = sum(call.q_len for call in self.interior_calls)
+        inner = self.interior_rows
         peers = ", ".join(f"{t.stop - t.start} rows from rank {t.peer}" for t in self.receives)
         dealt = not self.packed and is_rebalanced(self.seq_len, self.ranks, self.window)
         layout = "zigzag" if dealt else "contiguous"
