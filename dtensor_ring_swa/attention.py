@@ -16,11 +16,9 @@ from dtensor_ring_swa.checks import (
     check_boundary_lists,
     check_documents,
     check_even_shards,
-    check_layout,
     check_length,
     check_options,
     check_seq_len,
-    check_sink_tokens,
     check_tensors,
     facts_of,
     refuse_forward_mode,
@@ -146,10 +144,8 @@ def ring_attention(
     try:
         window = Window.of(window)
         check_name(kernel)
-        check_layout(layout, load_balance, exchange)
-        check_sink_tokens(sink_tokens)
+        check_options(layout, load_balance, exchange, sink_tokens, softcap, scale)
         check_seq_len(seq_len)
-        check_options(softcap, scale)
         checked = _check_tensors(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         if torch.compiler.is_compiling():

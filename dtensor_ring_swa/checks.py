@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import NamedTuple, ParamSpec
 from zlib import crc32
 
 import torch
@@ -15,6 +16,8 @@ from dtensor_ring_swa.choice import EXCHANGES
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.layout import LAYOUTS
 from dtensor_ring_swa.window import MOST_TOKENS, Window
+
+_P = ParamSpec("_P")
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
 FACTS = (
@@ -49,6 +52,23 @@ def facts_of(
     )  # fmt: skip
 
 
+def _once(check: Callable[_P, None]) -> Callable[_P, None]:
+    """Let what has passed a check pass again without it. What cannot be looked up is checked anew."""
+    passed: Callable[..., None] = lru_cache(maxsize=1024, typed=True)(check)
+
+    @wraps(check)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if torch.compiler.is_compiling():
+            check(*args, **kwargs)
+            return
+        try:
+            passed(*args, **kwargs)
+        except TypeError:
+            check(*args, **kwargs)
+
+    return run
+
+
 class _Kind(NamedTuple):
     """What is checked of a tensor."""
 
@@ -65,19 +85,15 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
     Raises:
         ValueError: With what was given and what is accepted.
     """
-    kinds, strided = [], True
+    kinds = []
     for name, x in (("q", q_BSHD), ("k", k_BSGD), ("v", v_BSGE)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor or DTensor, got {type(x).__name__}")
         kinds.append(_Kind(isinstance(x, DTensor), x.dtype, x.layout, x.device, x.shape))
-        strided = strided and x.layout == torch.strided
-    # Symbolic and ragged sizes cannot be looked up.
-    if strided and not torch.compiler.is_compiling():
-        _check_kinds_once(*kinds)
-    else:
-        _check_kinds(*kinds)
+    _check_kinds(*kinds)
 
 
+@_once
 def _check_kinds(q: _Kind, k: _Kind, v: _Kind) -> None:
     kinds = {"q": q, "k": k, "v": v}
     if not q.is_dtensor == k.is_dtensor == v.is_dtensor:
@@ -110,9 +126,6 @@ def _check_kinds(q: _Kind, k: _Kind, v: _Kind) -> None:
         raise ValueError(f"the heads of q must be a multiple of those of k and v (dim 2), got {_shapes(kinds)}")
 
 
-_check_kinds_once = lru_cache(maxsize=1024)(_check_kinds)
-
-
 def _shapes(kinds: dict[str, _Kind]) -> str:
     return ", ".join([f"{name} {list(x.shape)}" for name, x in kinds.items()])
 
@@ -126,7 +139,17 @@ def refuse_forward_mode(*tensors: object) -> None:
             )
 
 
-def check_options(softcap: float, scale: float | None) -> None:
+@_once
+def check_options(
+    layout: str, load_balance: str, exchange: str, sink_tokens: int, softcap: float, scale: float | None
+) -> None:
+    """Raise ValueError unless the options of a call are among those that there are and fit together."""
+    check_layout(layout, load_balance, exchange)
+    check_sink_tokens(sink_tokens)
+    check_factors(softcap, scale)
+
+
+def check_factors(softcap: float, scale: float | None) -> None:
     """Raise ValueError unless both are finite numbers that a float can hold, and ``softcap`` is not negative."""
     if not isinstance(softcap, (int, float)) or not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"softcap must be a positive finite number, or 0.0 for none, got {_number(softcap)}")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dtensor_ring_swa.attention import CuSeqlens, WindowLike, ring_attention
-from dtensor_ring_swa.checks import check_layout, check_options, check_sink_tokens
+from dtensor_ring_swa.checks import check_options
 from dtensor_ring_swa.kernels import check_name
 from dtensor_ring_swa.window import Window
 
@@ -46,9 +46,7 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_name(kernel)
-        check_layout(layout, load_balance, exchange)
-        check_sink_tokens(sink_tokens)
-        check_options(softcap, scale)
+        check_options(layout, load_balance, exchange, sink_tokens, softcap, scale)
         self.window = Window.of(window)
         self.scale = scale
         self.softcap = softcap

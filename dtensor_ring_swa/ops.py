@@ -60,11 +60,9 @@ def _attention(
     out, lse, kept = _empty_results(q_BSHD, k_BSGD, v_BSGE, call.kept_rows)
     # Every rank comes through here, also those that will have nothing to say: making the group is collective.
     group = None if group is None else exchange_group(group, q_BSHD.device)
-    batch = q_BSHD.shape[0]
-    for rows, schedule in call.sequences(cu_seqlens, batch):
-        q, k, v, own_out, own_lse = (cut(x, rows, 0) for x in (q_BSHD, k_BSGD, v_BSGE, out, lse))
-        halo = _rows_of(kept, rows, batch)
-        schedule.forward(group, call.kernel, call.request, q, k, v, halo, own_out, own_lse, sinks_H)
+    for rows, schedule in call.sequences(cu_seqlens, q_BSHD.shape[0]):
+        tensors = _rows_of(rows, kept, q_BSHD, k_BSGD, v_BSGE, out, lse)
+        schedule.forward(group, call.kernel, call.request, *tensors, sinks_H=sinks_H)
     return out, lse, kept
 
 
@@ -101,12 +99,10 @@ def attention_backward(
     call = prepare(q_BSHD, v_BSGE, cu_seqlens is not None, tokens, factors, names, group)
     group = None if group is None else exchange_group(group, q_BSHD.device)
     dsinks = None if sinks_H is None else lse_BHS.new_zeros(sinks_H.shape)
-    grads, batch = [], q_BSHD.shape[0]
-    for rows, schedule in call.sequences(cu_seqlens, batch):
-        dout, q, k, v, out, lse = (cut(x, rows, 0) for x in (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS))
-        halo = _rows_of(kept, rows, batch)
-        share = schedule.backward(group, call.kernel, call.request, dout, q, k, v, out, lse, halo, sinks_H, dsinks)
-        grads.append(share)
+    grads = []
+    for rows, schedule in call.sequences(cu_seqlens, q_BSHD.shape[0]):
+        tensors = _rows_of(rows, kept, dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS)
+        grads.append(schedule.backward(group, call.kernel, call.request, *tensors, sinks_H=sinks_H, dsinks_H=dsinks))
     if grads:
         dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
     else:
@@ -186,10 +182,12 @@ def _group(name: str) -> ProcessGroup | None:
     return resolve_group(name) if name else None
 
 
-def _rows_of(kept: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
-    """The part of the flat buffer that belongs to these batch rows."""
-    width = kept.numel() // max(batch, 1)
-    return cut(kept, slice(rows.start * width, rows.stop * width), 0)
+def _rows_of(rows: slice | None, kept: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What belongs to these batch rows, all if None: their part of the flat buffer, and of the tensors."""
+    if rows is None:
+        return kept, *tensors
+    width = kept.numel() // tensors[0].shape[0]
+    return cut(kept, slice(rows.start * width, rows.stop * width), 0), *(cut(x, rows, 0) for x in tensors)
 
 
 def _empty_results(

@@ -6,7 +6,7 @@ the first one worked out, and the host is soon done with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -66,24 +66,25 @@ class Prepared:
     kept_rows: int
 
     @cached_property
-    def _unpacked(self) -> Schedule:
-        return schedule_of(self.geometry, None)
+    def _unpacked(self) -> list[tuple[None, Schedule]]:
+        return [(None, schedule_of(self.geometry, None))]
 
-    def sequences(self, cu_seqlens: torch.Tensor | None, batch: int) -> Iterator[tuple[slice, Schedule]]:
-        """Batch rows and the schedule that they follow: all of them, or where rows have own documents, one by one.
+    def sequences(self, cu_seqlens: torch.Tensor | None, batch: int) -> Sequence[tuple[slice | None, Schedule]]:
+        """Batch rows, None for all of them, and the schedule they follow; where rows have own documents, one by one.
 
         A rank without batch rows, as an uneven split over data parallelism leaves, has nothing to do: its peers in
         the sequence hold the same rows.
         """
         if not batch:
-            return
+            return []
         if cu_seqlens is None:
-            yield slice(0, batch), self._unpacked
-        elif cu_seqlens.ndim == 1:
-            yield slice(0, batch), schedule_of(self.geometry, tuple(cu_seqlens.tolist()))
-        else:
-            for row, boundaries in enumerate(cu_seqlens.tolist()):
-                yield slice(row, row + 1), schedule_of(self.geometry, tuple(boundaries))
+            return self._unpacked
+        if cu_seqlens.ndim == 1:
+            return [(None, schedule_of(self.geometry, tuple(cu_seqlens.tolist())))]
+        return [
+            (slice(row, row + 1), schedule_of(self.geometry, tuple(boundaries)))
+            for row, boundaries in enumerate(cu_seqlens.tolist())
+        ]
 
 
 def prepare(

@@ -111,17 +111,17 @@ class Schedule:
         group: ProcessGroup | None,
         kernel: Kernel,
         request: Request,
+        halo: torch.Tensor,
         q_BSHD: torch.Tensor,
         k_BSGD: torch.Tensor,
         v_BSGE: torch.Tensor,
-        halo: torch.Tensor,
         out_BSHE: torch.Tensor,
         lse_BHS: torch.Tensor,
         sinks_H: torch.Tensor | None,
     ) -> None:
         """Write out, lse and halo; ``group`` is the one to exchange on, if any."""
         if not self.is_ring:
-            halo_forward(self.plan, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, halo, out_BSHE, lse_BHS, sinks_H)
+            halo_forward(self.plan, group, kernel, request, halo, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS, sinks_H)
             return
         ring = self.ring
         if UNLIMITED not in self.geometry.window:
@@ -141,20 +141,20 @@ class Schedule:
         group: ProcessGroup | None,
         kernel: Kernel,
         request: Request,
+        halo: torch.Tensor,
         dout_BSHE: torch.Tensor,
         q_BSHD: torch.Tensor,
         k_BSGD: torch.Tensor,
         v_BSGE: torch.Tensor,
         out_BSHE: torch.Tensor,
         lse_BHS: torch.Tensor,
-        halo: torch.Tensor,
         sinks_H: torch.Tensor | None,
         dsinks_H: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv: forward transposed. The share of the sinks' gradient is added to ``dsinks_H``."""
         tensors = (dout_BSHE, q_BSHD, k_BSGD, v_BSGE, out_BSHE)
         if not self.is_ring:
-            return halo_backward(self.plan, group, kernel, request, *tensors, lse_BHS, halo, sinks_H, dsinks_H)
+            return halo_backward(self.plan, group, kernel, request, halo, *tensors, lse_BHS, sinks_H, dsinks_H)
         ring = self.ring
         if self.compute_layout == self.layout or group is None:
             return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS, sinks_H, dsinks_H)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.checks import FACTS, check_options, check_tensors, facts_of
+from dtensor_ring_swa.checks import FACTS, check_factors, check_tensors, facts_of
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.window import Window
@@ -121,6 +121,6 @@ def agree_on_call(options: Options, documents: Documents | None, *tensors: torch
     with refusing_together(group):
         q, k, v = (x.unsqueeze(0) for x in tensors)
         check_tensors(q, k, v)
-        check_options(0.0, scale)
+        check_factors(0.0, scale)
         facts = facts_of(q, k, v, None, documents, window, 0, scale, deterministic)
     return len(tensors[0]) if group is None or ranks_of(group) == 1 else agree(group, FACTS, facts)
