@@ -137,4 +137,4 @@ def _backward_rule(
 
 
 torch.library.register_torch_dispatch(attention, DTensor, _attention_rule)
-attention_backward.register_torch_dispatch(DTensor, _backward_rule)
+torch.library.register_torch_dispatch(attention_backward, DTensor, _backward_rule)

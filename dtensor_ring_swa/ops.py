@@ -7,9 +7,11 @@ and calls the same op on the shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.autocast import without_autocast
@@ -66,17 +68,7 @@ def _attention(
     return out, lse, kept
 
 
-# Not torch.library.custom_op: its wrappers and those of register_autograd take the host several times as long around a
-# call (seen on torch 2.11 and 2.13: 57 us with gradients, 21 without, against 25 and 14).
-_LIBRARY = torch.library.Library("dtensor_ring_swa", "FRAGMENT")
-_LIBRARY.define(f"attention{torch.library.infer_schema(_attention, mutates_args=())}", tags=_TAGS)
-_LIBRARY.impl("attention", without_autocast(_attention), "CompositeExplicitAutograd")
-attention = torch.ops.dtensor_ring_swa.attention.default
-
-
-@torch.library.custom_op("dtensor_ring_swa::attention_backward", mutates_args=(), tags=_TAGS)
-@without_autocast
-def attention_backward(
+def _attention_backward(
     dout_BSHE: torch.Tensor,
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
@@ -110,6 +102,21 @@ def attention_backward(
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)
 
 
+# Not torch.library.custom_op: its wrappers and those of register_autograd take the host several times as long around a
+# call (seen on torch 2.11 and 2.13: 57 us with gradients, 21 without, against 25 and 14).
+_LIBRARY = torch.library.Library("dtensor_ring_swa", "FRAGMENT")
+
+
+def _define(name: str, run: Callable[..., tuple[torch.Tensor, ...]]) -> OpOverload:
+    _LIBRARY.define(f"{name}{torch.library.infer_schema(run, mutates_args=())}", tags=_TAGS)
+    _LIBRARY.impl(name, without_autocast(run), "CompositeExplicitAutograd")
+    return getattr(torch.ops.dtensor_ring_swa, name).default
+
+
+attention = _define("attention", _attention)
+attention_backward = _define("attention_backward", _attention_backward)
+
+
 @torch.library.register_fake(attention)
 def _(
     q_BSHD: torch.Tensor,
@@ -126,7 +133,7 @@ def _(
     return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
 
 
-@attention_backward.register_fake
+@torch.library.register_fake(attention_backward)
 def _(
     dout_BSHE: torch.Tensor,
     q_BSHD: torch.Tensor,
@@ -144,7 +151,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        out, lse, kept = _below_autograd(*args)
+        out, lse, kept = _below_autograd(attention, *args)
         ctx.mark_non_differentiable(lse, kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:5], out, lse, kept)
@@ -161,21 +168,41 @@ class _Attention(torch.autograd.Function):
         return (dq, dk, dv, None if sinks is None else dsinks, None, *(None for _ in ctx.attributes))
 
 
-def _with_autograd(*args: Any) -> tuple[torch.Tensor, ...]:
-    if torch.is_grad_enabled():
-        for x in args[:4]:
-            if x is not None and x.requires_grad:
-                return _Attention.apply(*args)
-    return _below_autograd(*args)
+class _AttentionBackward(torch.autograd.Function):
+    """Says that it ends here, where gradients are to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        return _below_autograd(attention_backward, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise RuntimeError(
+            f"{attention_backward} has no autograd formula: gradients of ring_attention cannot be differentiated again"
+        )
 
 
-def _below_autograd(*args: Any) -> tuple[torch.Tensor, ...]:
+def _below_autograd(op: OpOverload, *args: Any) -> tuple[torch.Tensor, ...]:
     # Private, and what torch.library's own autograd kernels do; seen on torch 2.11 and 2.13.
     with torch._C._AutoDispatchBelowAutograd():
-        return attention(*args)
+        return op(*args)
 
 
-_LIBRARY.impl("attention", _with_autograd, "Autograd")
+def _differentiate(op: OpOverload, function: type[torch.autograd.Function], tensors: int) -> None:
+    """Let autograd call ``function`` for ``op`` where one of its first ``tensors`` arguments needs a gradient."""
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        if torch.is_grad_enabled():
+            for x in args[:tensors]:
+                if x is not None and x.requires_grad:
+                    return function.apply(*args)
+        return _below_autograd(op, *args)
+
+    _LIBRARY.impl(op, run, "Autograd")
+
+
+_differentiate(attention, _Attention, 4)
+_differentiate(attention_backward, _AttentionBackward, 9)
 
 
 def _group(name: str) -> ProcessGroup | None:

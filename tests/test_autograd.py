@@ -35,9 +35,9 @@ def counting() -> Iterator[list[int]]:
     """How often attention was computed forward, as a list of one number."""
     count, forward = [0], Schedule.forward
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any, **kwargs: Any) -> None:
         count[0] += 1
-        forward(*args)
+        forward(*args, **kwargs)
 
     with mock.patch.object(Schedule, "forward", counted):
         yield count

@@ -260,9 +260,9 @@ def repeated(form: str) -> tuple[float, int]:
     torch._dynamo.reset()
     forward, ran = Schedule.forward, [0]
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any, **kwargs: Any) -> None:
         ran[0] += 1
-        forward(*args)
+        forward(*args, **kwargs)
 
     with mock.patch.object(Schedule, "forward", counted):
         return far(WINDOW, forms[form], True), ran[0]
