@@ -136,9 +136,9 @@ def _prepare(
     asked = Names.of(names)
     geometry = _geometry(tokens, asked, ranks, rank)
     geometry.check_rows(rows)
-    left, right = geometry.window.sides
-    reach = None if left is None or right is None else left + right
-    request = Request(device, dtype, head_dim, v_head_dim, *factors, asked.deterministic, reach)
+    request = Request(
+        device, dtype, head_dim, v_head_dim, *factors, asked.deterministic, geometry.window.neighbours
+    )  # fmt: skip
     return Prepared(geometry, request, choose(asked.kernel, request), geometry.kept_rows(packed))
 
 

@@ -103,6 +103,12 @@ class Window:
             None if self.right == UNLIMITED else self.right,
         )
 
+    @property
+    def neighbours(self) -> int | None:
+        """Tokens visible besides the query's own; None if a side is unlimited."""
+        left, right = self.sides
+        return None if left is None or right is None else left + right
+
     def reach(self, seq_len: int) -> tuple[int, int]:
         """The two distances in tokens, cut to what a sequence of ``seq_len`` tokens can hold."""
         return (

@@ -32,6 +32,7 @@ from dtensor_ring_swa.bench.report import case_table, plot
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
 from dtensor_ring_swa.plan import _make_plan, make_plan
+from dtensor_ring_swa.prepare import Names, prepare
 from dtensor_ring_swa.ring import imbalance
 from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.window import Window
@@ -244,6 +245,16 @@ def test_hybrid_model_adds_up_its_layers(pools: Pools, tmp_path: Path) -> None:
         assert added[name][direction]["ms"] == pytest.approx(total)
     assert added["ideal"]["forward"]["ratio_to_ideal"] == 1.0
     assert "gemma-3-4b-hybrid, attention of all layers, added up: 29 x gemma-3-4b, 5 x gemma-3-4b-global" in printed
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_kernel_is_asked_what_ring_attention_asks_it(shape: Shape) -> None:
+    # Else "auto" would time another kernel than ring_attention takes, as it did for windows of 127.
+    (job,) = jobs_of(options.parse(["--device", "cpu", "--shape", shape.name]), torch.device("cpu"))
+    q, v = (torch.empty(1, 4, 1, width, dtype=job.request.dtype) for width in (shape.head_dim, shape.v_head_dim))
+    names = Names("auto", "contiguous", "auto", "auto", False).text
+    tokens = [*shape.window, 0, 4]
+    assert prepare(q, v, False, tokens, [shape.head_dim**-0.5, shape.softcap], names, None).request == job.request
 
 
 def test_torch_ring_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.options import Options
 from dtensor_ring_swa.bench.parser import DTYPES
 from dtensor_ring_swa.bench.shapes import Shape
-from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, choose
+from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, able_kernels, choose
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
     rows = options.rows or (32768 if cuda else 512)
     request = Request(
-        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap
-    )
+        device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap,
+        reach=shape.window.neighbours,
+    )  # fmt: skip
     try:
         kernel = choose(options.kernel, request)
         if options.extras.given:
@@ -65,8 +66,7 @@ def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Ker
     Raises:
         NotImplementedError: If none can.
     """
-    names = list(KERNELS) if options.kernel == "auto" else [options.kernel]
-    names = [name for name in names if KERNELS[name].supports(request) is None]
+    names = [kernel.NAME for kernel in able_kernels(options.kernel, request)]
     few, like = 16, {"device": request.device, "dtype": request.dtype}
     widths = ((shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
     tensors = [options.extras.pack(torch.zeros(1, few, *width, **like)) for width in widths]

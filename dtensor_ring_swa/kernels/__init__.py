@@ -10,7 +10,7 @@ from dtensor_ring_swa.kernels.request import Kernel, Request
 # In the order of preference for kernel="auto".
 KERNELS: dict[str, Kernel] = {k.NAME: k for k in (cast(Kernel, module) for module in (flash, aten, triton, reference))}
 
-__all__ = ["KERNELS", "Kernel", "Request", "check_name", "choose"]
+__all__ = ["KERNELS", "Kernel", "Request", "able_kernels", "check_name", "choose"]
 
 
 def check_name(name: str) -> None:
@@ -26,14 +26,23 @@ def choose(name: str, request: Request) -> Kernel:
         ValueError: If there is no kernel of this name.
         NotImplementedError: If the named kernel cannot serve the request; it says why.
     """
-    check_name(name)
-    if name == "auto":
-        return next(kernel for kernel in _by_speed(request) if kernel.supports(request) is None)
+    able = able_kernels(name, request)
+    if able:
+        return able[0]
     reason = KERNELS[name].supports(request)
-    if reason is not None:
-        able = [other for other, kernel in KERNELS.items() if kernel.supports(request) is None]
-        raise NotImplementedError(f"kernel {name!r} cannot do this: {reason}; these can: {able}, or 'auto'")
-    return KERNELS[name]
+    others = [other for other, kernel in KERNELS.items() if kernel.supports(request) is None]
+    raise NotImplementedError(f"kernel {name!r} cannot do this: {reason}; these can: {others}, or 'auto'")
+
+
+def able_kernels(name: str, request: Request) -> list[Kernel]:
+    """The kernels that ``name`` allows and that can serve the request, the fastest first; all may for ``"auto"``.
+
+    Raises:
+        ValueError: If there is no kernel of this name.
+    """
+    check_name(name)
+    allowed = _by_speed(request) if name == "auto" else [KERNELS[name]]
+    return [kernel for kernel in allowed if kernel.supports(request) is None]
 
 
 def _by_speed(request: Request) -> list[Kernel]:
