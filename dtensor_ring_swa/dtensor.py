@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dtensor_ring_swa.heads import KeyHeads, SinkHeads, check_sinks
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.ops import attention, attention_backward
-from dtensor_ring_swa.sharding import Sharding, check_dtensors
+from dtensor_ring_swa.sharding import Sharding, ThisMesh, check_dtensors
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Shards:
             # Traced: sizes may be symbols.
             return wrap(local, self.mesh, placements, shape)
         # As torch's own operators do; from_local takes the host ten times as long (seen on torch 2.11 and 2.13).
-        return DTensor(local, _spec(self.mesh, placements, tuple(shape), local.dtype), requires_grad=False)
+        return DTensor(local, _spec(ThisMesh(self.mesh), placements, tuple(shape), local.dtype), requires_grad=False)
 
 
 def _unwrap(q: DTensor, k: DTensor, v: DTensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> _Shards:
@@ -94,10 +94,8 @@ def _stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
-) -> DTensorSpec:
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), _stride(shape), dtype))
+def _spec(this: ThisMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+    return DTensorSpec(this.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), _stride(shape), dtype))
 
 
 def _attention_rule(

@@ -208,7 +208,8 @@ def make_plan(
     return _make_plan(seq_len, ranks, rank, Window.of(window), boundaries, sink_tokens, packed)
 
 
-@lru_cache(maxsize=4096)
+# Not more: packed documents differ in every step, and a plan of thousands of them takes a megabyte.
+@lru_cache(maxsize=256)
 def _make_plan(
     seq_len: int,
     ranks: int,

@@ -118,7 +118,7 @@ def prepare(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _prepare(
     tokens: tuple[int, ...],
     factors: tuple[float, float],

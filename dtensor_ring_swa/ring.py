@@ -102,7 +102,8 @@ def make_ring(
     return _make_ring(layout, seq_len, ranks, rank, window, boundaries or (0, seq_len), sink_tokens)
 
 
-@lru_cache(maxsize=4096)
+# Not more: packed documents differ in every step, and a plan of thousands of them takes a megabyte.
+@lru_cache(maxsize=256)
 def _make_ring(
     layout: str, seq_len: int, ranks: int, rank: int, window: Window, boundaries: Boundaries, sink_tokens: int
 ) -> Ring:

@@ -174,7 +174,7 @@ class Schedule:
         return deal(moves, group, *tensors)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def schedule_of(geometry: Geometry, boundaries: Boundaries | None) -> Schedule:
     """The schedule of a sequence, with the boundaries of its documents if there are any; made once for all layers."""
     return Schedule(geometry, boundaries)

@@ -21,6 +21,22 @@ _BATCH, _SEQUENCE, _HEADS = 0, 1, 2
 _LSE_DIM = {_BATCH: 0, _HEADS: 1, _SEQUENCE: 2}
 
 
+@dataclass(frozen=True, eq=False)
+class ThisMesh:
+    """A mesh as the key of a cache: itself, and not one that equals it.
+
+    A mesh made after the process groups were destroyed and made anew equals the old one, whose groups are gone.
+    """
+
+    mesh: DeviceMesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ThisMesh) and self.mesh is other.mesh
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How q, k and v lie on a mesh, read from their placements.

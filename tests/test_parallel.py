@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -569,3 +570,33 @@ def test_module_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_module_prints_its_window_and_kernel_and_what_is_unusual() -> None:
     assert repr(RingAttention(Window.tokens(4))) == "RingAttention(window=(3, 0), kernel='auto')"
     assert repr(RingAttention(layout="zigzag")) == "RingAttention(window=(-1, 0), kernel='auto', layout='zigzag')"
+
+
+def run_on_new_groups(stores: str) -> None:
+    rank = dist.get_rank()
+    for turn in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{stores}/{turn}", rank=rank, world_size=4)
+        for _ in range(turn):
+            # Names of groups are counted: the second turn's are others.
+            dist.new_group([0, 1, 2, 3])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        q, k, v = qkv(8)
+        want, _ = dense_attention(q, k, v, WINDOW)
+        sharded = [distribute_tensor(x, mesh, [Shard(1), Shard(2)], src_data_rank=None) for x in (q, k, v)]
+        out = cast(DTensor, ring_attention(*sharded, window=WINDOW))
+        layer = parallelize_module(Layer(WINDOW), mesh, {"core": ContextParallel()})
+        local = [DTensor.from_local(x.to_local(), mesh["tp"], [Shard(2)]) for x in sharded]
+        of_plan = DTensor.from_local(layer(*local).to_local(), mesh, [Shard(1), Shard(2)])
+        assert out.device_mesh is mesh
+        for found in (out, of_plan):
+            assert torch.allclose(found.full_tensor(), want, atol=1e-10)
+
+
+def test_groups_that_are_made_anew_are_the_ones_used(tmp_path: Path) -> None:
+    # A mesh of the new groups equals the old one, whose groups are gone: what is cached must not be taken for it.
+    pool = RankPool(4)
+    try:
+        pool.run(run_on_new_groups, str(tmp_path))
+    finally:
+        pool.close()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring_swa.dtensor import wrap
+from dtensor_ring_swa.sharding import ThisMesh
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Form:
             raise ValueError(f"the inputs lie differently: {[_where(kind) for kind in kinds]}; pass all alike")
         if first is None:
             return cls(None, context_axis(mesh, axis), 0)
-        return _form(first, mesh, axis)
+        return _form(ThisMesh(first), ThisMesh(mesh), axis)
 
     @property
     def is_ready(self) -> bool:
@@ -137,8 +138,9 @@ def context_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 @lru_cache(maxsize=256)
-def _form(came: DeviceMesh, mesh: DeviceMesh, axis: str) -> Form:
+def _form(this_came: ThisMesh, this_mesh: ThisMesh, axis: str) -> Form:
     """The form of DTensors on ``came``; slices of a mesh are made once."""
+    came, mesh = this_came.mesh, this_mesh.mesh
     own = context_axis(mesh, axis)
     axis = own.mesh_dim_names[0] if own.mesh_dim_names else axis
     if came == own:
