@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, documents_within
-from dtensor_ring_swa.plan import make_plan
+from dtensor_ring_swa.planning import make_plan
 from dtensor_ring_swa.window import Window
 
 

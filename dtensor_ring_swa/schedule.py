@@ -15,7 +15,8 @@ from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.packing import Boundaries
-from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.plan import Plan
+from dtensor_ring_swa.planning import make_plan
 from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
 from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
 from dtensor_ring_swa.window import UNLIMITED, Window

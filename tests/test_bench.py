@@ -31,7 +31,7 @@ from dtensor_ring_swa.bench.rates import NVLINK_GB_S, RATES, rate_of
 from dtensor_ring_swa.bench.report import case_table, plot
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
-from dtensor_ring_swa.plan import _make_plan, make_plan
+from dtensor_ring_swa.planning import _make_plan, make_plan
 from dtensor_ring_swa.prepare import Names, prepare
 from dtensor_ring_swa.ring import imbalance
 from dtensor_ring_swa.testing import RankPool

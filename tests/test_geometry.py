@@ -19,19 +19,20 @@ from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.kernels import KERNELS
 from dtensor_ring_swa.layout import Run, chunk_length, shard
-from dtensor_ring_swa.plan import Transfer, _make_plan
+from dtensor_ring_swa.plan import Transfer
+from dtensor_ring_swa.planning import _make_plan
 from dtensor_ring_swa.ring import balanced_layout
 
 PACKAGE = Path(dtensor_ring_swa.__file__).parent
 
 # Every import points to the left. A new module takes its place here.
 ORDER = (
-    "window", "layout", "band", "packing", "block", "choice", "plan", "ring", "groups", "cut", "exchange", "device",
-    "deal", "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference",
+    "window", "layout", "band", "packing", "block", "choice", "plan", "planning", "ring", "groups", "cut", "exchange",
+    "device", "deal", "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference",
     "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.aten", "kernels.flash",
     "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles", "kernels.triton_kernels",
     "kernels.triton", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "prepare", "autocast", "ops",
-    "sharding", "heads", "dtensor", "documents", "checks", "attention", "sequence", "module", "parallel.inputs",
+    "sharding", "heads", "dtensor", "documents", "checks", "attention", "sequence", "loss", "module", "parallel.inputs",
     "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.

@@ -18,7 +18,7 @@ from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton
 from dtensor_ring_swa.kernels.flash_band import _pieces
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.merge import merge_
-from dtensor_ring_swa.plan import make_plan
+from dtensor_ring_swa.planning import make_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (dtype, largest relative error in the norm)

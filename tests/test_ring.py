@@ -18,7 +18,8 @@ from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.deal import make_deal
 from dtensor_ring_swa.layout import LAYOUTS, runs
 from dtensor_ring_swa.merge import merge_
-from dtensor_ring_swa.plan import Transfer, make_plan
+from dtensor_ring_swa.plan import Transfer
+from dtensor_ring_swa.planning import make_plan
 from dtensor_ring_swa.ring import balanced_layout, imbalance, make_ring
 from dtensor_ring_swa.testing import RankPool
 

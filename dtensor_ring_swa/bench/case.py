@@ -17,7 +17,8 @@ from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.bench.extras import NO_EXTRAS, Extras
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.kernels import Kernel, Request
-from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.plan import Plan
+from dtensor_ring_swa.planning import make_plan
 from dtensor_ring_swa.window import UNLIMITED
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.deal import make_deal
-from dtensor_ring_swa.plan import Plan, make_plan
+from dtensor_ring_swa.plan import Plan
+from dtensor_ring_swa.planning import make_plan
 from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
 
 
