@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ import flash_stand_in as package
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     flash_launch._noted.cache_clear()
-    yield
     package.reset()
 
 
@@ -34,14 +32,22 @@ def start(
     given: list[torch.Tensor],
     sinks: torch.Tensor | None = None,
     scale: float = 0.5,
+    softcap: float = 0.0,
     left: int | None = 3,
     right: int | None = 0,
     tile: tuple[int, int] | None = None,
 ) -> None:
+    """Start forward, and compare with starting the whole function alone."""
     q, k, v, out, lse = given
-    start_forward(package, q, k, v, out, lse, sinks, scale, 0.0, (left, right), tile)
-    assert torch.equal(out, q.detach() * scale + k.mean() + v.mean())
-    assert torch.equal(lse, torch.full_like(lse, left or 0.0))
+    start_forward(package, q, k, v, out, lse, sinks, scale, softcap, (left, right), tile)
+    found = out.clone(), lse.clone()
+    before = len(package.ran), len(package.started)
+    package._flash_attn_fwd(
+        q, k, v, out=out, lse=lse, softmax_scale=scale, softcap=softcap, window_size_left=left,
+        window_size_right=right, learnable_sink=sinks,
+    )  # fmt: skip
+    del package.ran[before[0] :], package.started[before[1] :]
+    assert torch.equal(out, found[0]) and torch.equal(lse, found[1])
 
 
 def test_the_second_call_of_a_kind_starts_the_program_alone() -> None:
@@ -55,22 +61,22 @@ def test_another_kind_goes_the_whole_way() -> None:
     strided = torch.randn(1, 6, 4, 4)[:, :, ::2]
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}), ({"rows": 7}, {}), ({"q": strided}, {}), ({}, {"left": 4}), ({}, {"left": None}),
-        ({}, {"right": 1}), ({}, {"scale": 0.25}), ({}, {"tile": (192, 64)}),
+        ({}, {"right": 1}), ({}, {"scale": 0.25}), ({}, {"tile": (192, 64)}), ({}, {"softcap": 2.0}),
     ]  # fmt: skip
     for shape, options in kinds:
         for _ in range(2):
             own, *others = tensors(shape.get("rows", 6))
             start([shape.get("q", own), *others], **options)
-    assert len(package.ran) == 8 and len(package.started) == 16
+    assert len(package.ran) == 9 and len(package.started) == 18
 
 
 def test_sinks_are_put_where_the_program_takes_them() -> None:
     for _ in range(2):
         sinks = torch.randn(2)
         start(tensors(), sinks)
-        assert package.started[-1][8] is sinks
+        assert package.started[-1][10] is sinks
     start(tensors())
-    assert package.started[-1][8] is None and len(package.ran) == 2
+    assert package.started[-1][10] is None and len(package.ran) == 2
 
 
 def test_a_tensor_that_is_copied_goes_the_whole_way_each_time() -> None:
@@ -87,11 +93,24 @@ def test_a_program_with_room_of_its_own_is_not_started_again() -> None:
     assert len(package.ran) == 3
 
 
+def test_what_is_no_plain_function_goes_the_whole_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapped:
+        whole, compile_cache = staticmethod(package._flash_attn_fwd), package.cache()
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            self.whole(*args, **kwargs)
+
+    monkeypatch.setattr(package, "_flash_attn_fwd", Wrapped())
+    for _ in range(3):
+        start(tensors())
+    assert len(package.ran) == 3
+
+
 def test_the_package_is_left_as_it_was() -> None:
     function, cache = package._flash_attn_fwd, package.cache()
     start(tensors())
     assert package._flash_attn_fwd is function and package.cache() is cache
-    assert list(cache) == [(torch.float32, False, False, None)]
+    assert len(cache) == 1
 
 
 def test_what_was_noted_holds_no_tensor() -> None:

@@ -29,7 +29,8 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "packing", "block", "choice", "plan", "planning", "ring", "groups", "cut", "exchange",
     "device", "deal", "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference",
-    "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.aten", "kernels.flash",
+    "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten",
+    "kernels.flash",
     "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles", "kernels.triton_kernels",
     "kernels.triton", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "prepare", "autocast", "ops",
     "sharding", "heads", "dtensor", "documents", "checks", "attention", "sequence", "loss", "module", "parallel.inputs",

@@ -1,17 +1,7 @@
-"""FlashAttention-4: the package flash-attn-4 (``flash_attn.cute``), on Hopper and Blackwell GPUs.
-
-Its functions ``_flash_attn_fwd`` and ``_flash_attn_bwd`` are private; the public ones cannot write
-into tensors that they are given. Seen on 4.0.0b36. Other versions are used if their functions have
-the parameters that are passed here, and refused by name otherwise.
-"""
+"""FlashAttention-4: the package flash-attn-4 (``flash_attn.cute``), on Hopper and Blackwell GPUs."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from functools import lru_cache
-from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,32 +9,21 @@ import torch
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
-from dtensor_ring_swa.kernels.flash_band import (
-    FlashWindow,
-    backward_on_bands,
-    forward_on_bands,
-    padded,
-)
+from dtensor_ring_swa.kernels.flash_band import FlashWindow, backward_on_bands, forward_on_bands, padded
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.kernels.flash_launch import start_forward
+from dtensor_ring_swa.kernels.flash_package import capability, interface, missing
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "flash"
-_WANTED = "4.0.0b36"
 _WIDTHS = 32
-_SHARED = {
-    "softmax_scale", "softcap", "window_size_left", "window_size_right", "learnable_sink", "cu_seqlens_q",
-    "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-}  # fmt: skip
-_FORWARD = _SHARED | {"q", "k", "v", "out", "lse", "return_lse", "tile_mn"}
-_BACKWARD = _SHARED | {"q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv", "deterministic"}
 
 
 def supports(request: Request) -> str | None:
     """None, or what this kernel lacks for the request."""
     if request.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, and the tensors are on {request.device.type!r}"
-    major, minor = _capability(request.device)
+    major, minor = capability(request.device)
     if major not in (9, 10, 11):
         return f"it needs compute capability 9.x, 10.x or 11.x, and this GPU has {major}.{minor}"
     if request.dtype not in (torch.bfloat16, torch.float16):
@@ -54,7 +33,7 @@ def supports(request: Request) -> str | None:
         return f"it does not take head dims {request.head_dim} and {request.v_head_dim} on this GPU"
     if request.deterministic and major != 9:
         return "its deterministic backward has been verified on compute capability 9.x only"
-    return _missing()
+    return missing()
 
 
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -145,9 +124,9 @@ def _forward(
     target = out if v_width == request.v_head_dim else out.new_empty(*out.shape[:-1], v_width)
     q, k, v, tile = padded(q, width), padded(k, width), padded(v, v_width), _tile(request, window)
     if packed is None:
-        start_forward(_interface(), q, k, v, target, lse, sinks, request.scale, request.softcap, window, tile)
+        start_forward(interface(), q, k, v, target, lse, sinks, request.scale, request.softcap, window, tile)
     else:
-        _interface()._flash_attn_fwd(
+        interface()._flash_attn_fwd(
             q, k, v, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
             window_size_right=window[1], return_lse=True, out=target, lse=lse, tile_mn=tile, learnable_sink=sinks,
             **_varlen(packed, q.device),
@@ -176,7 +155,7 @@ def _backward(
     # Its backward takes one head dim where heads are shared.
     width = max(_width(request.head_dim), _width(request.v_head_dim))
     targets = tuple(x if x.shape[-1] == width else x.new_empty(*x.shape[:-1], width) for x in (dq, dk, dv))
-    _, _, _, *shares = _interface()._flash_attn_bwd(
+    _, _, _, *shares = interface()._flash_attn_bwd(
         padded(q, width), padded(k, width), padded(v, width), padded(out, width), padded(dout, width),
         lse, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
         window_size_right=window[1], dq=targets[0], dk=targets[1], dv=targets[2], learnable_sink=sinks,
@@ -217,12 +196,7 @@ def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:
 
 
 def _is_hopper(request: Request) -> bool:
-    return _capability(request.device)[0] == 9
-
-
-@lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return capability(request.device)[0] == 9
 
 
 def _width(head_dim: int) -> int:
@@ -232,24 +206,3 @@ def _width(head_dim: int) -> int:
     4.0.0b36 gives a wrong dq, and with shared heads a wrong dk and dv. Seen on H200.
     """
     return -(-head_dim // _WIDTHS) * _WIDTHS
-
-
-@lru_cache(maxsize=1)
-def _interface() -> ModuleType:
-    return importlib.import_module("flash_attn.cute.interface")
-
-
-@lru_cache(maxsize=1)
-def _missing() -> str | None:
-    """Why the package cannot be used, with the version found and the one wanted."""
-    try:
-        version = metadata.version("flash-attn-4")
-        interface = _interface()
-    except (ImportError, metadata.PackageNotFoundError) as error:
-        return f"it needs flash-attn-4 {_WANTED} or newer (pip install 'dtensor-ring-swa[flash]'): {error}"
-    for name, wanted in (("_flash_attn_fwd", _FORWARD), ("_flash_attn_bwd", _BACKWARD)):
-        function = getattr(interface, name, None)
-        found = set() if function is None else set(inspect.signature(function).parameters)
-        if not wanted <= found:
-            return f"flash-attn-4 {version} was found, whose {name} lacks {sorted(wanted - found)}; it wants {_WANTED}"
-    return None

@@ -100,9 +100,10 @@ def start_forward(
     if noted and noted[0] is not None:
         noted[0](tensors)
         return
-    function = interface._flash_attn_fwd
-    noting = _Noting(function.compile_cache)
-    if not noted:
+    function, noting = interface._flash_attn_fwd, None
+    programs = getattr(function, "compile_cache", None)
+    if not noted and isinstance(function, FunctionType) and programs is not None:
+        noting = _Noting(programs)
         # The function's own code; but the name under which it looks for its cache is another's.
         names = {**vars(interface), function.__name__: SimpleNamespace(compile_cache=noting)}
         function = FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
@@ -111,7 +112,7 @@ def start_forward(
         tile_mn=tile, out=out, lse=lse, learnable_sink=sinks, return_lse=True,
     )  # fmt: skip
     if not noted:
-        noted.append(_as_expected(noting.started, tensors))
+        noted.append(_as_expected(noting.started, tensors) if noting else None)
 
 
 @lru_cache(maxsize=1024)
