@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_documents import cases as documents_and_sinks
-from test_kernel_calls import CONFIGURATIONS, DTYPES, Problem, calls, label
+from test_kernel_calls import CONFIGURATIONS, Problem, calls, label
 from test_kernel_calls import errors as errors_of_call
 
 from dtensor_ring_swa import prepare
@@ -23,6 +23,8 @@ import flash_stand_in
 from cases import Case, errors, mesh_ranks
 
 Pools = Callable[[int], RankPool]
+# Learned sinks go to the package in float32.
+TOLERANCE = 1e-6
 
 
 @contextmanager
@@ -48,9 +50,9 @@ def test_calls(problem: Problem, call: Call) -> None:
     # Twice, since the second time forward starts what the first one noted.
     with stand_in():
         for _ in range(2):
-            found = errors_of_call("flash", replace(problem, call=call, device="cpu"))
+            found = errors_of_call("flash", replace(problem, call=call, device="cpu", dtype="float64"))
             # A nan is no less than anything.
-            assert all(error < DTYPES[problem.dtype] for error in found.values()), found
+            assert all(error < TOLERANCE for error in found.values()), found
 
 
 def run_with_stand_in(case: Case) -> tuple[dict[str, float], int]:
@@ -67,4 +69,4 @@ def test_ranks(pools: Pools, case: Case, softcap: float) -> None:
     results = pools(mesh_ranks(case)).run(run_with_stand_in, case)
     assert any(started for _, started in results)
     for rank, (found, _) in enumerate(results):
-        assert max(found.values()) < 1e-6, f"rank {rank}: {found}"
+        assert max(found.values()) < TOLERANCE, f"rank {rank}: {found}"
