@@ -81,8 +81,8 @@ def ring_attention(
     * Plain tensors with ``mesh``: each rank passes its shard and gets its shard.
     * Plain tensors alone: the whole sequence on one device.
 
-    Each rank receives only the keys that its window reaches beyond its shard, from at most
-    ``ceil(left / chunk) + ceil(right / chunk)`` ranks.
+    With a halo (see ``exchange``) each rank receives only the keys that its window reaches beyond its
+    shard, from at most ``ceil(left / chunk) + ceil(right / chunk)`` ranks.
 
     Args:
         q: Queries ``[B, S, Hq, D]``, or ``[T, Hq, D]`` with ``cu_seqlens`` (k, v and the results
@@ -108,8 +108,10 @@ def ring_attention(
             slices, rank r holds r and ``2 * ranks - 1 - r``). Shards in, shards out. The window
             always counts positions in the sequence.
         load_balance: For contiguous shards. ``"auto"`` deals q, k and v to the zigzag layout and out
-            back where the window is unlimited on one side, since the last rank has twice the mean
-            work otherwise; ``"striped"`` and ``"zigzag"`` do so for any window; ``"none"`` never.
+            back where the window is unlimited on one side and the length is a multiple of
+            ``2 * ranks``, since the last rank has up to twice the mean work otherwise (packed
+            documents only if that gains a tenth); ``"striped"`` and ``"zigzag"`` do so for any window;
+            ``"none"`` never.
         exchange: ``"halo"`` (hold all keys that the window reaches, merge nothing), ``"ring"`` (shards
             pass by, two at a time) or ``"auto"``: the ring where a halo could hold more than two shards
             for a window without limit, eight for a limited one. ``make_plan(...).describe()`` says.

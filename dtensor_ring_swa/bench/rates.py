@@ -1,4 +1,4 @@
-"""Measured rates that the predictions are made of. All are in docs/benchmarks.md."""
+"""Measured rates that the predictions are made of. docs/benchmarks.md says of which runs they are."""
 
 from __future__ import annotations
 
