@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +38,10 @@ def start(
     left: int | None = 3,
     right: int | None = 0,
     tile: tuple[int, int] | None = None,
+    interface: Any = package,
 ) -> None:
     q, k, v, out, lse = given
-    start_forward(package, q, k, v, out, lse, sinks, scale, 0.0, (left, right), tile)
+    start_forward(interface, q, k, v, out, lse, sinks, scale, 0.0, (left, right), tile)
     assert torch.equal(out, q.detach() * scale + k.mean() + v.mean())
     assert torch.equal(lse, torch.full_like(lse, left or 0.0))
 
@@ -85,6 +87,27 @@ def test_a_program_with_room_of_its_own_is_not_started_again() -> None:
     for _ in range(3):
         start(tensors())
     assert len(package.ran) == 3
+
+
+@pytest.mark.parametrize("programs", [None, {"key": None}])
+def test_a_package_that_keeps_its_programs_in_another_way_goes_the_whole_way(programs: dict[str, Any] | None) -> None:
+    ran = []
+
+    def _flash_attn_fwd(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor,
+        softmax_scale: float, window_size_left: int, version: int = 5, **options: object,
+    ) -> None:  # fmt: skip
+        ran.append(version)
+        if programs is not None:
+            _flash_attn_fwd.compile_cache.get("key")  # type: ignore[attr-defined]
+        out.copy_(q * softmax_scale + k.mean() + v.mean())
+        lse.fill_(window_size_left)
+
+    if programs is not None:
+        _flash_attn_fwd.compile_cache = programs  # type: ignore[attr-defined]
+    for _ in range(3):
+        start(tensors(), interface=SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd))
+    assert ran == [5, 5, 5]
 
 
 def test_the_package_is_left_as_it_was() -> None:
