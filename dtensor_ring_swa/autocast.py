@@ -22,13 +22,15 @@ def cast_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     """
     if not isinstance(q, torch.Tensor) or not _is_on(q.device):
         return q, k, v
-    return _cast(q), _cast(k), _cast(v)
+    # One dtype for all: a device that has no autocast, which the checks will refuse, has none to ask for.
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
 
 
-def _cast(x: torch.Tensor) -> torch.Tensor:
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(dtype)
 
 
 def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -89,6 +89,8 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
     for name, x in (("q", q_BSHD), ("k", k_BSGD), ("v", v_BSGE)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor or DTensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise ValueError(f"{name} must be a dense tensor, got a nested one; pack its parts, with cu_seqlens")
         kinds.append(_Kind(isinstance(x, DTensor), x.dtype, x.layout, x.device, x.shape))
     _check_kinds(*kinds)
 

@@ -67,7 +67,8 @@ def rotate_backward(
     and dv goes home to its owner while the next step is computed.
     """
     wide, partial = lse_BHS.dtype, kernel.grad_dtype(k_BSGD.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q_BSHD, k_BSGD, v_BSGE))
+    contiguous = torch.contiguous_format  # As the op says while torch.compile traces, whatever the inputs are.
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=contiguous) for x in (q_BSHD, k_BSGD, v_BSGE))
     shape = Rows.of(k_BSGD, v_BSGE)
     way_home = _Homecoming(shape, dk, dv)
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):

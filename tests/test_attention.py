@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +71,24 @@ def check(pools: Pools, case: Case) -> None:
 @example(case=Case(seq_len=12, mesh=(3,), window=(6, 6), joint=True, plain=True))
 def test_equals_dense(pools: Pools, case: Case) -> None:
     check(pools, case)
+
+
+def rows_innermost(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with rows next to one another in memory, as torch.channels_last has dim 1."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def errors_with_rows_innermost(case: Case) -> dict[str, float]:
+    with mock.patch("cases.strided", rows_innermost):
+        return errors(case)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("exchange", ["halo", "ring"])
+def test_rows_innermost_in_memory(pools: Pools, plain: bool, exchange: str) -> None:
+    case = Case(batch=2, kv_heads=2, window=(2, 1), plain=plain, strided=True, exchange=exchange)
+    for found in pools(2).run(errors_with_rows_innermost, case):
+        assert max(found.values()) < TOLERANCE
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -203,6 +203,12 @@ def test_autocast_takes_mixed_dtypes_and_leaves_float64_alone() -> None:
         ring_attention(q, k.bfloat16(), v)
 
 
+def test_autocast_leaves_a_device_without_autocast_to_the_checks() -> None:
+    q, k, v, _ = Case(dtype=torch.float32).inputs()
+    with autocast(), pytest.raises(ValueError, match=r"same device, got .*'k': device\(type='meta'\)"):
+        ring_attention(q, k.to("meta"), v)
+
+
 def test_autocast_does_not_reach_into_a_kernel() -> None:
     # The reference kernel computes bfloat16 in float32; its products must stay there, in backward, too.
     given = [x.bfloat16() for x in Case(seq_len=64, q_heads=4, kv_heads=2, head_dim=16, v_head_dim=16).inputs()[:3]]

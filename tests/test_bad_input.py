@@ -128,6 +128,9 @@ def test_dtypes_and_kinds() -> None:
         ring_attention(**{name: x.long() for name, x in tensors.items()})
     with pytest.raises(ValueError, match=r"q must be a dense tensor, got torch\.sparse_coo"):
         ring_attention(tensors["q"].to_sparse(), tensors["k"], tensors["v"])
+    nested = torch.nested.nested_tensor(list(tensors["v"]))
+    with pytest.raises(ValueError, match="v must be a dense tensor, got a nested one; pack its parts"):
+        ring_attention(tensors["q"], tensors["k"], nested)
     with pytest.raises(ValueError, match="same dtype"):
         ring_attention(tensors["q"].double(), tensors["k"], tensors["v"])
     with pytest.raises(ValueError, match="v must be a tensor or DTensor, got NoneType"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,26 @@ def test_what_is_no_plain_function_goes_the_whole_way(monkeypatch: pytest.Monkey
     for _ in range(3):
         start(tensors())
     assert len(package.ran) == 3
+
+
+@pytest.mark.parametrize("programs", [None, {"key": None}])
+def test_a_package_that_keeps_its_programs_in_another_way_goes_the_whole_way(programs: dict[str, Any] | None) -> None:
+    ran = []
+
+    def _flash_attn_fwd(*tensors: torch.Tensor, out: torch.Tensor, version: int = 5, **options: object) -> None:
+        ran.append(version)
+        if programs is not None:
+            _flash_attn_fwd.compile_cache.get("key")  # type: ignore[attr-defined]
+        out.fill_(len(ran))
+
+    if programs is not None:
+        _flash_attn_fwd.compile_cache = programs  # type: ignore[attr-defined]
+    for _ in range(3):
+        q, k, v, out, lse = tensors()
+        interface: Any = SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd)
+        start_forward(interface, q, k, v, out, lse, None, 0.5, 0.0, (3, 0), None)
+        assert (out == len(ran)).all()
+    assert ran == [5, 5, 5]
 
 
 def test_the_package_is_left_as_it_was() -> None:

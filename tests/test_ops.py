@@ -78,6 +78,13 @@ def test_only_what_is_asked_gets_a_gradient() -> None:
         assert ring_attention(q, k, v).shape == q.shape
 
 
+@pytest.mark.parametrize("exchange", ["halo", "ring"])
+def test_gradients_of_strided_inputs_are_contiguous_as_a_graph_is_told(exchange: str) -> None:
+    leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs(1, 4, 2)]
+    out = ring_attention(*leaves, window=(1, 0), exchange=exchange)
+    assert all(x.is_contiguous() for x in torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
 def test_an_expanded_gradient_equals_a_contiguous_one() -> None:
     grads = []
     for expand in (True, False):

@@ -59,6 +59,10 @@ class _Noting:
 
         return start
 
+    def __getattr__(self, name: str) -> Any:
+        # What is got in another way is not noted.
+        return getattr(self._programs, name)
+
 
 def start_forward(
     interface: ModuleType,
@@ -100,13 +104,14 @@ def start_forward(
     if noted and noted[0] is not None:
         noted[0](tensors)
         return
-    function, noting = interface._flash_attn_fwd, None
-    programs = getattr(function, "compile_cache", None)
-    if not noted and isinstance(function, FunctionType) and programs is not None:
+    function = own = interface._flash_attn_fwd
+    noting, programs = None, getattr(own, "compile_cache", None)
+    if not noted and isinstance(own, FunctionType) and programs is not None:
         noting = _Noting(programs)
         # The function's own code; but the name under which it looks for its cache is another's.
-        names = {**vars(interface), function.__name__: SimpleNamespace(compile_cache=noting)}
-        function = FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
+        names = {**vars(interface), own.__name__: SimpleNamespace(compile_cache=noting)}
+        function = FunctionType(own.__code__, names, None, own.__defaults__, own.__closure__)
+        function.__kwdefaults__ = own.__kwdefaults__
     function(
         q, k, v, softmax_scale=scale, softcap=softcap, window_size_left=window[0], window_size_right=window[1],
         tile_mn=tile, out=out, lse=lse, learnable_sink=sinks, return_lse=True,
