@@ -17,8 +17,6 @@ from dtensor_ring_swa.checks import (
     check_documents,
     check_even_shards,
     check_length,
-    check_options,
-    check_seq_len,
     check_tensors,
     facts_of,
     refuse_forward_mode,
@@ -28,6 +26,7 @@ from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
+from dtensor_ring_swa.option_checks import check_options, check_seq_len
 from dtensor_ring_swa.prepare import Names
 from dtensor_ring_swa.sharding import check_dtensors, place_of
 from dtensor_ring_swa.window import Window

@@ -1,23 +1,18 @@
-"""What ring_attention refuses, and the facts on which plain-tensor callers must agree."""
+"""Which tensors ring_attention refuses, and the facts on which plain-tensor callers must agree."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring_swa.choice import EXCHANGES
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.layout import LAYOUTS
-from dtensor_ring_swa.window import MOST_TOKENS, Window
-
-_P = ParamSpec("_P")
+from dtensor_ring_swa.option_checks import once
+from dtensor_ring_swa.window import Window
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
 FACTS = (
@@ -26,9 +21,6 @@ FACTS = (
     "the window's right", "whether a gradient is needed", "sink_tokens", "whether there are sinks", "cu_seqlens",
     "kernel, scale, softcap, deterministic, layout, load_balance or exchange",
 )  # fmt: skip
-
-# Integers above it cannot become floats.
-_LARGEST = torch.finfo(torch.float64).max
 
 
 def facts_of(
@@ -50,23 +42,6 @@ def facts_of(
         crc32(q_BSHD.device.type.encode()), *window, int(needs_grad), sink_tokens, int(sinks_H is not None),
         0 if documents is None else documents.fingerprint, crc32(repr(options).encode()),
     )  # fmt: skip
-
-
-def _once(check: Callable[_P, None]) -> Callable[_P, None]:
-    """Let what has passed a check pass again without it. What cannot be looked up is checked anew."""
-    passed: Callable[..., None] = lru_cache(maxsize=1024, typed=True)(check)
-
-    @wraps(check)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if torch.compiler.is_compiling():
-            check(*args, **kwargs)
-            return
-        try:
-            passed(*args, **kwargs)
-        except TypeError:
-            check(*args, **kwargs)
-
-    return run
 
 
 class _Kind(NamedTuple):
@@ -95,7 +70,7 @@ def check_tensors(q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tens
     _check_kinds(*kinds)
 
 
-@_once
+@once
 def _check_kinds(q: _Kind, k: _Kind, v: _Kind) -> None:
     kinds = {"q": q, "k": k, "v": v}
     if not q.is_dtensor == k.is_dtensor == v.is_dtensor:
@@ -141,31 +116,6 @@ def refuse_forward_mode(*tensors: object) -> None:
             )
 
 
-@_once
-def check_options(
-    layout: str, load_balance: str, exchange: str, sink_tokens: int, softcap: float, scale: float | None
-) -> None:
-    """Raise ValueError unless the options of a call are among those that there are and fit together."""
-    check_layout(layout, load_balance, exchange)
-    check_sink_tokens(sink_tokens)
-    check_factors(softcap, scale)
-
-
-def check_factors(softcap: float, scale: float | None) -> None:
-    """Raise ValueError unless both are finite numbers that a float can hold, and ``softcap`` is not negative."""
-    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"softcap must be a positive finite number, or 0.0 for none, got {_number(softcap)}")
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST):
-        raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {_number(scale)}")
-
-
-def _number(x: object) -> str:
-    """A number as it was given, but for integers of hundreds of digits."""
-    if isinstance(x, int) and abs(x) > _LARGEST:
-        return f"an integer of {x.bit_length()} bits, more than a float's largest number {_LARGEST:.3g}"
-    return repr(x)
-
-
 def check_even_shards(q_BSHD: torch.Tensor, ranks: int, seq_len: int | None) -> None:
     """Raise ValueError while torch.compile traces, if the ranks do not hold equally many tokens.
 
@@ -191,14 +141,6 @@ def check_even_shards(q_BSHD: torch.Tensor, ranks: int, seq_len: int | None) -> 
         )
 
 
-def check_seq_len(seq_len: int | None) -> None:
-    """Raise ValueError unless it is a number of tokens, or None."""
-    if seq_len is not None and (
-        isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)) or seq_len < 0
-    ):
-        raise ValueError(f"seq_len must be a number of tokens >= 0, got {seq_len!r}")
-
-
 def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
     """The length of a sequence that is whole here, as a DTensor or on one device.
 
@@ -208,33 +150,6 @@ def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
     if seq_len not in (None, q_BSHD.shape[1]):
         raise ValueError(f"seq_len={seq_len} contradicts the {q_BSHD.shape[1]} tokens given; leave it out")
     return q_BSHD.shape[1]
-
-
-def check_layout(layout: str, load_balance: str = "auto", exchange: str = "auto") -> None:
-    """Raise ValueError unless all are among the names that there are and fit together."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    if load_balance not in ("auto", "none", "striped", "zigzag"):
-        raise ValueError(f"load_balance must be 'auto', 'none', 'striped' or 'zigzag', got {load_balance!r}")
-    if layout != "contiguous" and load_balance in ("striped", "zigzag"):
-        raise ValueError(
-            f"load_balance={load_balance!r} re-deals contiguous shards, got layout={layout!r}; leave it at 'auto'"
-        )
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    if exchange == "halo" and (layout != "contiguous" or load_balance in ("striped", "zigzag")):
-        raise ValueError(
-            f"exchange='halo' needs contiguous shards, got layout={layout!r} and load_balance={load_balance!r}; "
-            "leave exchange at 'auto'"
-        )
-
-
-def check_sink_tokens(sink_tokens: int) -> None:
-    """Raise ValueError unless it is a number of tokens."""
-    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
-        raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
-    if sink_tokens > MOST_TOKENS:
-        raise ValueError(f"sink_tokens must be at most {MOST_TOKENS}, got {sink_tokens}")
 
 
 def check_boundary_lists(cu_seqlens: torch.Tensor, batch: int) -> None:

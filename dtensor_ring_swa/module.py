@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from dtensor_ring_swa.attention import CuSeqlens, WindowLike, ring_attention
-from dtensor_ring_swa.checks import check_options
 from dtensor_ring_swa.kernels import check_name
+from dtensor_ring_swa.option_checks import check_options
 from dtensor_ring_swa.window import Window
 
 

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring_swa.checks import check_layout, check_seq_len
 from dtensor_ring_swa.dtensor import wrap
 from dtensor_ring_swa.groups import agree, group_of
 from dtensor_ring_swa.layout import Run, chunk_length, runs
+from dtensor_ring_swa.option_checks import check_layout, check_seq_len
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
 _FACTS = ("the length of a shard", "how many tensors to gather", "the dtype, the device, or sizes of other dims")

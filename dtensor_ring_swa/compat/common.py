@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.checks import FACTS, check_factors, check_tensors, facts_of
+from dtensor_ring_swa.checks import FACTS, check_tensors, facts_of
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.option_checks import check_factors
 from dtensor_ring_swa.window import Window
 
 

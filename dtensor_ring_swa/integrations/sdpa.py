@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring_swa.attention import WindowLike, ring_attention
-from dtensor_ring_swa.checks import check_layout
 from dtensor_ring_swa.integrations.sdpa_call import SDPACall, has_sharded_sequence
 from dtensor_ring_swa.integrations.sdpa_recompute import RecomputeWatch
 from dtensor_ring_swa.kernels import check_name
+from dtensor_ring_swa.option_checks import check_layout
 from dtensor_ring_swa.window import Window
 
 __all__ = ["RingSDPA", "ring_sdpa"]

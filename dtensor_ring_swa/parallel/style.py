@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring_swa.checks import check_layout, check_seq_len
 from dtensor_ring_swa.groups import refuse_outsider
 from dtensor_ring_swa.module import RingAttention
+from dtensor_ring_swa.option_checks import check_layout, check_seq_len
 from dtensor_ring_swa.parallel.hooks import Hooks
 from dtensor_ring_swa.parallel.inputs import Key, Parameters
 
