@@ -10,7 +10,7 @@ from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.options import Options
 from dtensor_ring_swa.bench.parser import DTYPES
 from dtensor_ring_swa.bench.shapes import Shape
-from dtensor_ring_swa.kernels import KERNELS, Kernel, Request, able_kernels, choose
+from dtensor_ring_swa.kernels import Kernel, Request, able_kernels, choose
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Ker
     Raises:
         NotImplementedError: If none can.
     """
-    names = [kernel.NAME for kernel in able_kernels(options.kernel, request)]
+    kernels = able_kernels(options.kernel, request)
     few, like = 16, {"device": request.device, "dtype": request.dtype}
     widths = ((shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
     tensors = [options.extras.pack(torch.zeros(1, few, *width, **like)) for width in widths]
     arguments = options.extras.arguments(few, shape.q_heads, request.device, request.dtype)
-    for name in names:
+    for kernel in kernels:
         try:
-            ring_attention(*tensors, window=shape.window, softcap=shape.softcap, kernel=name, **arguments)
+            ring_attention(*tensors, window=shape.window, softcap=shape.softcap, kernel=kernel.NAME, **arguments)
         except NotImplementedError:
-            if name == names[-1]:
+            if kernel is kernels[-1]:
                 raise
         else:
-            return KERNELS[name]
+            return kernel
     raise AssertionError("choose() found a kernel")

@@ -122,15 +122,10 @@ def _forward(
     """Write out and lse of trimmed blocks, in place unless the head dim has to be padded."""
     width, v_width = _width(request.head_dim), _width(request.v_head_dim)
     target = out if v_width == request.v_head_dim else out.new_empty(*out.shape[:-1], v_width)
-    q, k, v, tile = padded(q, width), padded(k, width), padded(v, v_width), _tile(request, window)
-    if packed is None:
-        start_forward(interface(), q, k, v, target, lse, sinks, request.scale, request.softcap, window, tile)
-    else:
-        interface()._flash_attn_fwd(
-            q, k, v, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
-            window_size_right=window[1], return_lse=True, out=target, lse=lse, tile_mn=tile, learnable_sink=sinks,
-            **_varlen(packed, q.device),
-        )  # fmt: skip
+    start_forward(
+        interface(), padded(q, width), padded(k, width), padded(v, v_width), target, lse, sinks, request.scale,
+        request.softcap, window, _tile(request, window), **_varlen(packed, q.device),
+    )  # fmt: skip
     if target is not out:
         out.copy_(target[..., : request.v_head_dim])
 

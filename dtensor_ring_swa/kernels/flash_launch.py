@@ -76,6 +76,7 @@ def start_forward(
     softcap: float,
     window: FlashWindow,
     tile: tuple[int, int] | None,
+    **varlen: Any,
 ) -> None:
     """Write out and lse, as ``_flash_attn_fwd`` does with these tensors and options.
 
@@ -91,8 +92,10 @@ def start_forward(
         softcap: Their bound; 0.0 for none.
         window: Keys seen to the left and right of the aligned query, None where a side hides nothing.
         tile: Rows and keys of a tile; None is the package's choice.
+        **varlen: Where packed documents begin and how long they are, if there are any: the first three tensors and
+            out have no batch then, and the call goes the whole way, since documents differ from step to step.
     """
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNED:
+    if varlen or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % _ALIGNED:
         # It copies a tensor that is not aligned, and starts its program on the copy.
         noted: list[_Start | None] = [None]
     else:
@@ -114,7 +117,7 @@ def start_forward(
         function.__kwdefaults__ = own.__kwdefaults__
     function(
         q, k, v, softmax_scale=scale, softcap=softcap, window_size_left=window[0], window_size_right=window[1],
-        tile_mn=tile, out=out, lse=lse, learnable_sink=sinks, return_lse=True,
+        tile_mn=tile, out=out, lse=lse, learnable_sink=sinks, return_lse=True, **varlen,
     )  # fmt: skip
     if not noted:
         noted.append(_as_expected(noting.started, tensors) if noting else None)
