@@ -51,11 +51,11 @@ class Rows(NamedTuple):
 
 
 def pack(k_BnGD: torch.Tensor, v_BnGE: torch.Tensor) -> torch.Tensor:
-    """One flat message of these rows."""
+    """One message of these rows, contiguous."""
     if k_BnGD.shape == v_BnGE.shape:
         # The same numbers in the same order, by one operator in place of three; a copy more where it keeps a layout of
         # the inputs in memory, as torch.channels_last.
-        return torch.stack((k_BnGD, v_BnGE)).reshape(-1)
+        return torch.stack((k_BnGD, v_BnGE)).contiguous()
     return torch.cat((k_BnGD.flatten(), v_BnGE.flatten()))
 
 

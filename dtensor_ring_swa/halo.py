@@ -71,7 +71,8 @@ def halo_forward(
 
     received = keys.shape.numel(plan.received_rows)
     if received < halo.numel():
-        # Rows that nobody sends, at the edges of the sequence: an output of the op must not differ from run to run.
+        # Rows that nobody sends, in a graph at the edges of the sequence, and where documents end: an output of the op
+        # must not differ from run to run.
         cut(halo, slice(received, halo.numel()), 0).zero_()
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, keys.messages)
     beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.beside)

@@ -18,7 +18,7 @@ from dtensor_ring_swa.autocast import without_autocast
 from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.groups import agree_on_rows, exchange_group, resolve_group
-from dtensor_ring_swa.prepare import Names, geometry_of, prepare
+from dtensor_ring_swa.prepare import Names, kept_rows, prepare
 
 # torch.compile(mode="reduce-overhead") makes CUDA graphs, from here on of what is around the ops: in the memory that it
 # gives to a graph it must not find the integers that kernels keep on the device for later calls.
@@ -53,7 +53,7 @@ def _attention(
 
     Returns:
         out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the K and V rows of other ranks, flat,
-        kept for backward. The last has the same size on every rank, so that shapes do not depend on ranks.
+        kept for backward. In a graph the last has the same size on every rank, so that a cache may serve them all.
     """
     group = _group(group_name)
     if group is not None and Names.of(names).assumed:
@@ -129,8 +129,8 @@ def _(
     names: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    geometry = geometry_of(tokens, names, _group(group_name))
-    return _empty_results(q_BSHD, k_BSGD, v_BSGE, geometry.kept_rows(cu_seqlens is not None))
+    rows = kept_rows(tokens, names, cu_seqlens is not None, _group(group_name))
+    return _empty_results(q_BSHD, k_BSGD, v_BSGE, rows)
 
 
 @torch.library.register_fake(attention_backward)
@@ -220,7 +220,7 @@ def _rows_of(rows: slice | None, kept: torch.Tensor, *tensors: torch.Tensor) -> 
 def _empty_results(
     q_BSHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, kept_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and halo, unwritten; their shapes are the same on all ranks with as many rows."""
+    """out, lse and what is kept for backward, unwritten."""
     batch, rows, heads, _ = q_BSHD.shape
     out = q_BSHD.new_empty(batch, rows, heads, v_BSGE.shape[3])
     lse = q_BSHD.new_empty(batch, heads, rows, dtype=torch.promote_types(q_BSHD.dtype, torch.float32))

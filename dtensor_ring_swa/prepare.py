@@ -22,7 +22,8 @@ from dtensor_ring_swa.window import Window
 class Names(NamedTuple):
     """What a caller asks for by name, as one argument of the ops.
 
-    ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare.
+    ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare;
+    ``in_graph`` that torch.compile is tracing, so that no size may be of one rank alone: a cache serves them all.
 
     A dispatcher that converts each argument, and autograd that wraps them, take time for each: so the ops have few.
     """
@@ -33,20 +34,23 @@ class Names(NamedTuple):
     exchange: str
     deterministic: bool
     assumed: bool = False
+    in_graph: bool = False
 
     @property
     def text(self) -> str:
         """The argument."""
         gradients = "deterministic" if self.deterministic else "any"
         length = "assumed" if self.assumed else "known"
-        return " ".join((*self[:4], gradients, length))
+        return " ".join((*self[:4], gradients, length, "graph" if self.in_graph else "eager"))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str) -> Names:
         """Read the argument."""
-        kernel, layout, load_balance, exchange, gradients, length = text.split()
-        return Names(kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed")
+        kernel, layout, load_balance, exchange, gradients, length, place = text.split()
+        return Names(
+            kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed", place == "graph"
+        )
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,13 @@ def _prepare(
     request = Request(
         device, dtype, head_dim, v_head_dim, *factors, asked.deterministic, geometry.window.neighbours
     )  # fmt: skip
-    return Prepared(geometry, request, choose(asked.kernel, request), geometry.kept_rows(packed))
+    return Prepared(geometry, request, choose(asked.kernel, request), geometry.kept_rows(packed, asked.in_graph))
 
 
-def geometry_of(tokens: Sequence[int], names: str, group: ProcessGroup | None) -> Geometry:
-    """What a call's integers ask for; while torch.compile traces, some of them may be symbols."""
-    return _geometry(tokens, Names.of(names), *_place(group))
+def kept_rows(tokens: Sequence[int], names: str, packed: bool, group: ProcessGroup | None) -> int:
+    """Rows of K and V to keep for backward; while torch.compile traces, some of the integers may be symbols."""
+    asked = Names.of(names)
+    return _geometry(tokens, asked, *_place(group)).kept_rows(packed, asked.in_graph)
 
 
 def _geometry(tokens: Sequence[int], asked: Names, ranks: int, rank: int) -> Geometry:

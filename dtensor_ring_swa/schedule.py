@@ -61,10 +61,12 @@ class Geometry:
         choice = choose_exchange(self.exchange, compute_layout, self.seq_len, self.ranks, self.window, packed)
         return choice.exchange == "ring"
 
-    def kept_rows(self, packed: bool) -> int:
-        """Rows of K and V to keep for backward: the same on every rank and for all documents."""
+    def kept_rows(self, packed: bool, in_graph: bool) -> int:
+        """Rows of K and V to keep for backward, known before the documents are; in a graph the same on every rank."""
         if self.ranks == 1 or self.is_ring(self.compute_layout(), packed):
             return 0
+        if not packed and not in_graph:
+            return schedule_of(self, None).plan.received_rows
         return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
 
     def check_rows(self, rows: int) -> None:

@@ -17,7 +17,7 @@ import torch._inductor.config
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
-from dtensor_ring_swa import Documents, ring_attention
+from dtensor_ring_swa import Documents, make_plan, ring_attention
 from dtensor_ring_swa.ops import attention, attention_backward
 from dtensor_ring_swa.prepare import Names
 from dtensor_ring_swa.testing import RankPool
@@ -181,22 +181,46 @@ def test_inductor_fuses_around_attention() -> None:
 
 def run_opcheck() -> None:
     mesh = mesh_of((2,), ("cp",))
-    for window in ((2, 1), (-1, 0)):
+    calls = ((2, 1), True, False), ((-1, 0), True, False), ((2, 0), False, True), ((2, 0), False, False)
+    for window, packed, in_graph in calls:
         case = case_of(8, window)
         q, k, v = (x.requires_grad_() for x in inputs("plain", case)[:3])
-        more = (torch.randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 8]))
-        group = mesh.get_group().group_name
-        options = ([*window, 1, 8], [0.5, 0.0], Names("auto", "contiguous", "auto", "auto", False).text, group)
+        sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        more = (sinks, torch.tensor([0, 3, 8]) if packed else None)
+        names = Names("auto", "contiguous", "auto", "auto", False, in_graph=in_graph).text
+        options = ([*window, 1, 8], [0.5, 0.0], names, mesh.get_group().group_name)
         torch.library.opcheck(attention, (q, k, v, *more, *options))
         with torch.no_grad():
             results = attention(q, k, v, *more, *options)
-        shards = [x.detach() for x in (torch.randn_like(q), q, k, v, *more)]
+        shards = [None if x is None else x.detach() for x in (torch.randn_like(q), q, k, v, *more)]
         torch.library.opcheck(attention_backward, (*shards, *results, *options))
 
 
 def test_opcheck_of_both_ops_on_shards(pools: Pools) -> None:
     # All of opcheck's tests. They compare the halo too: rows that nobody sends must not be left to chance.
     pools(2).run(run_opcheck)
+
+
+def kept_rows_of(window: tuple[int, int], sink_tokens: int) -> tuple[int, int, int]:
+    """Rows that this rank keeps for backward of what others sent: in eager mode, in a graph, and what its plan says."""
+    mesh = mesh_of((3,), ("cp",))
+    q, k, v = inputs("plain", case_of(12, window))[:3]
+    rows = []
+    for in_graph in (False, True):
+        names = Names("auto", "contiguous", "none", "halo", False, in_graph=in_graph).text
+        tokens = [*window, sink_tokens, 12]
+        kept = attention(q, k, v, None, None, tokens, [0.5, 0.0], names, mesh.get_group().group_name)[2]
+        rows.append(kept.numel() // (k[:, 0].numel() + v[:, 0].numel()))
+    plan = make_plan(12, 3, torch.distributed.get_rank(), window, sink_tokens=sink_tokens)
+    return rows[0], rows[1], plan.received_rows
+
+
+def test_only_a_graph_keeps_rows_that_nobody_sent(pools: Pools) -> None:
+    for (window, sink_tokens), in_graph in {((3, 0), 0): 3, ((5, 2), 0): 7, ((2, 0), 1): 3}.items():
+        found = pools(3).run(kept_rows_of, window, sink_tokens)
+        assert all(eager == planned <= in_graph for eager, _, planned in found)
+        assert [graph for _, graph, _ in found] == [in_graph] * 3
+        assert found[0][0] == window[1]
 
 
 # Refusals

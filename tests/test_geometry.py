@@ -31,10 +31,10 @@ ORDER = (
     "device", "deal", "keys", "merge_triton", "merge", "kernels.request", "kernels.blocks", "kernels.reference",
     "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten",
     "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
-    "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo", "rotate", "schedule", "prepare",
-    "autocast", "ops", "sharding", "heads", "dtensor", "documents", "option_checks", "checks", "attention", "sequence",
-    "loss", "module", "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style",
-    "parallel.plans", "parallel", "",
+    "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton", "kernels", "kernels.__main__", "halo",
+    "rotate", "schedule", "prepare", "autocast", "ops", "sharding", "heads", "dtensor", "documents", "option_checks",
+    "checks", "attention", "sequence", "loss", "module", "parallel.inputs", "parallel.joint", "parallel.lengths",
+    "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")

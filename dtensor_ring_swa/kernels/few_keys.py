@@ -49,6 +49,12 @@ class FewKeys(NamedTuple):
 
 
 @kept(KEPT)
+def bounds_of_queries(call: Call, device: torch.device) -> tuple[torch.Tensor, FewKeys | None]:
+    """The intervals of a call's queries, those of its few keys last if there are any."""
+    few = few_keys(call, device)
+    return (intervals_of_queries(call, device), None) if few is None else (few.bounds, few)
+
+
 def few_keys(call: Call, device: torch.device) -> FewKeys | None:
     """The few keys of a call; None if there are none, or if either part takes more than one interval a row."""
     few = replace(call, blocks=tuple(block for block in call.blocks if block.k_len <= _MOST))

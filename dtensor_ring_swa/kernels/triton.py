@@ -13,10 +13,10 @@ from types import ModuleType
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels.few_keys import FewKeys, few_keys
-from dtensor_ring_swa.kernels.intervals import intervals_of_queries
+from dtensor_ring_swa.kernels.few_keys import FewKeys, bounds_of_queries
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.kernels.split_keys import split_keys
+from dtensor_ring_swa.kernels.triton_launch import start
 from dtensor_ring_swa.kernels.triton_tiles import DKDV, DQ, DQ_FEW, FORWARD, SPLIT, options_for
 
 NAME = "triton"
@@ -61,14 +61,14 @@ def forward(
     """Write out and lse; see ``Kernel.forward``."""
     if not out_BMHE.numel():
         return
+    batch, rows, _, _ = q_BMHD.shape
     tiles, _, options = options_for(FORWARD, request, q_BMHD, k_BNGD)
-    few = few_keys(call, q_BMHD.device)
-    bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
+    bounds, few = bounds_of_queries(call, q_BMHD.device)
     with torch.cuda.device_of(q_BMHD):
-        _programs().forward[tiles, k_BNGD.shape[2], q_BMHD.shape[0]](
+        start(
+            _programs().forward, q_BMHD.device, (tiles, k_BNGD.shape[2], batch), options,
             _strided(q_BMHD), _strided(k_BNGD), _strided(v_BNGE), None if sinks_H is None else sinks_H.contiguous(),
-            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, q_BMHD.shape[1], *_layers(bounds, few),
-            *_scales(request), **options,
+            _strided(out_BMHE), _strided_lse(lse_BHM), bounds, rows, *_layers(bounds, few), *_scales(request),
         )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def backward(
         for grad in (dq_BMHD, dk_BNGD, dv_BNGE):
             grad.zero_()
         return
-    batch, groups = q_BMHD.shape[0], k_BNGD.shape[2]
+    device, batch, groups = q_BMHD.device, q_BMHD.shape[0], k_BNGD.shape[2]
     # Padded, so that loads are wide.
     length = -(-q_BMHD.shape[1] * q_BMHD.shape[2] // groups // 16) * 16
     terms = lse_BHM.new_empty(batch, groups, 2, length), length
@@ -100,23 +100,24 @@ def backward(
 
     def keys_pass(program: int, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
         _, tiles, options = options_for(program, request, q_BMHD, tensors[0])
-        _programs().backward_keys[tiles, groups, batch](
+        start(
+            _programs().backward_keys, device, (tiles, groups, batch), options,
             dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), *_scales(request),
-            request.scale, **options,
+            request.scale,
         )  # fmt: skip
 
     keys, grads = (k_BNGD, v_BNGE), (dk_BNGD, dv_BNGE)
-    few = few_keys(call, q_BMHD.device)
+    bounds, few = bounds_of_queries(call, device)
     with torch.cuda.device_of(q_BMHD):
         tiles, _, options = options_for(DQ if few is None else DQ_FEW, request, q_BMHD, k_BNGD)
-        bounds = intervals_of_queries(call, q_BMHD.device) if few is None else few.bounds
         shares = [] if few is None else few.new_shares(tiles, grads, lse_BHM.dtype)
-        _programs().backward_queries[tiles, groups, batch](
+        start(
+            _programs().backward_queries, device, (tiles, groups, batch), options,
             dout, q, *map(_strided, keys), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
             q_BMHD.shape[1], *_layers(bounds, few), *(_of_tiles(x) for x in shares or (None, None)), *_scales(request),
-            request.scale, **options,
+            request.scale,
         )  # fmt: skip
-        bounds, split = split_keys(call if few is None else few.others, q_BMHD.device)
+        bounds, split = split_keys(call if few is None else few.others, device)
         keys_pass(DKDV, bounds, *keys, *grads)
         if split is not None:
             parts = split.new_parts(grads, lse_BHM.dtype)

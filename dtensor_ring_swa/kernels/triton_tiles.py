@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +32,14 @@ class Sizes(NamedTuple):
     PADDED_D: int
     PADDED_E: int
     CAPPED: bool
+
+
+class Options(NamedTuple):
+    """What a program is started with besides its arguments."""
+
+    sizes: Sizes
+    warps: int
+    stages: int
 
 
 # The programs: forward; dq; dk and dv; dk and dv of keys that are split; and dq that takes few keys along.
@@ -69,18 +77,21 @@ _WIDE_TILES = {
 }
 
 
-def options_for(
-    program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor
-) -> tuple[int, int, dict[str, Any]]:
+def options_for(program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor) -> tuple[int, int, Options]:
     """Tiles of packed query rows, tiles of key rows, and the options to start the program with."""
     group = q_BMHD.shape[2] // k_BNGD.shape[2]
+    options = _options(program, request, group, shared_memory(q_BMHD.device))
+    return -(-q_BMHD.shape[1] * group // options.sizes.ROWS), -(-k_BNGD.shape[1] // options.sizes.KEYS), options
+
+
+@lru_cache(maxsize=256)
+def _options(program: int, request: Request, group: int, limit: float) -> Options:
     padded = [max(16, 1 << (width - 1).bit_length()) for width in (request.head_dim, request.v_head_dim)]
-    tile = _tile(program, max(64, *padded), request.dtype, shared_memory(q_BMHD.device))
+    tile = _tile(program, max(64, *padded), request.dtype, limit)
     sizes = Sizes(
         request.head_dim, request.v_head_dim, group, tile.rows, tile.keys, *padded, CAPPED=bool(request.softcap)
     )
-    options = {"S": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
-    return -(-q_BMHD.shape[1] * group // tile.rows), -(-k_BNGD.shape[1] // tile.keys), options
+    return Options(sizes, tile.warps, tile.stages)
 
 
 @lru_cache
