@@ -1,7 +1,8 @@
 """Context-parallel sliding-window attention for DTensors."""
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.documents import Documents, documents_from_eos, documents_from_position_ids
+from dtensor_ring_swa.document_starts import documents_from_eos, documents_from_position_ids
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.loss import next_token_labels, token_mean
 from dtensor_ring_swa.module import RingAttention
 from dtensor_ring_swa.parallel import ContextParallel, apply_context_parallel

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -11,28 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.autocast import cast_inputs
-from dtensor_ring_swa.checks import (
-    FACTS,
-    check_boundary_lists,
-    check_documents,
-    check_even_shards,
-    check_length,
-    check_tensors,
-    facts_of,
-    refuse_forward_mode,
-)
-from dtensor_ring_swa.documents import Documents, on_host
+from dtensor_ring_swa.call_checks import Checked, CuSeqlens, check_call
+from dtensor_ring_swa.checks import FACTS, check_documents, facts_of
 from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
-from dtensor_ring_swa.heads import check_sinks
 from dtensor_ring_swa.kernels import check_name
 from dtensor_ring_swa.option_checks import check_options, check_seq_len
 from dtensor_ring_swa.prepare import Names
-from dtensor_ring_swa.sharding import check_dtensors, place_of
 from dtensor_ring_swa.window import Window
 
 WindowLike = Window | tuple[int | None, int | None]
-CuSeqlens = torch.Tensor | Documents | Sequence[Sequence[int]] | Sequence[torch.Tensor] | Sequence[int]
 
 
 @overload
@@ -141,13 +128,13 @@ def ring_attention(
     q, k, v = cast_inputs(q, k, v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     error: Exception | None = None
-    checked = _Checked(seq_len)
+    checked = Checked(seq_len)
     try:
         window = Window.of(window)
         check_name(kernel)
         check_options(layout, load_balance, exchange, sink_tokens, softcap, scale)
         check_seq_len(seq_len)
-        checked = _check_tensors(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
+        checked = check_call(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         if torch.compiler.is_compiling():
             # Shown first; the message of an exception comes last in Dynamo's report, after advice that misleads.
@@ -174,70 +161,3 @@ def ring_attention(
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
-
-
-class _Checked(NamedTuple):
-    """What the tensors of a call say.
-
-    Attributes:
-        seq_len: Tokens of the whole sequence; None if the ranks have to compare their shards first.
-        documents: The packed documents, if any; None while torch.compile traces.
-        boundaries: Their boundaries, for the op.
-        place: The name of a plain shard's group; while tracing on DTensors, this rank's place on the mesh.
-        assumed: Whether the length is that of equal shards, and the ranks have yet to compare.
-    """
-
-    seq_len: int | None = None
-    documents: Documents | None = None
-    boundaries: torch.Tensor | None = None
-    place: str = ""
-    assumed: bool = False
-
-
-def _check_tensors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: CuSeqlens | None,
-    mesh: DeviceMesh | ProcessGroup | None,
-    group: ProcessGroup | None,
-    seq_len: int | None,
-) -> _Checked:
-    """Check the tensors of a call, from what this rank sees alone.
-
-    Raises:
-        ValueError: If they do not fit together.
-        NotImplementedError: For forward-mode derivatives.
-    """
-    compiling = torch.compiler.is_compiling()
-    check_tensors(q, k, v)
-    refuse_forward_mode(q, k, v, sinks)
-    how, ranks, place, assumed = None, 1, "", False
-    if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        # While torch.compile traces, the op's rule makes the same checks, out of Dynamo's sight.
-        if mesh is not None or not compiling:
-            how = check_dtensors(q, k, v, mesh)
-        if compiling:
-            place = place_of(q)
-    if sinks is not None and (how is not None or not isinstance(q, DTensor)):
-        check_sinks(sinks, q, how)
-    if group is None:
-        seq_len = check_length(q, seq_len)
-    else:
-        ranks, place = group.size(), group.group_name
-    if compiling:
-        check_even_shards(q, ranks, seq_len)
-        # A graph is traced for shapes that all ranks share; whether they do is compared when it runs.
-        if seq_len is None:
-            seq_len, assumed = q.shape[1] * ranks, ranks > 1
-    if cu_seqlens is None:
-        return _Checked(seq_len, None, None, place, assumed)
-    if compiling:
-        # There are no values yet; the op checks them.
-        boundaries = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Documents) else on_host(cu_seqlens)
-        check_boundary_lists(boundaries, q.shape[0])
-        return _Checked(seq_len, None, boundaries, place, assumed)
-    documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
-    check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len)
-    return _Checked(seq_len, documents, documents.cu_seqlens, place, assumed)

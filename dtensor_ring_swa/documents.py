@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index
 from typing import NamedTuple
 from zlib import crc32
 
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from dtensor_ring_swa.cu_seqlens import on_host
 from dtensor_ring_swa.device import kept, to_device
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, documents_within
@@ -129,105 +128,3 @@ def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device
 
     (q, longest_q), (k, longest_k) = ready(queries), ready(key_edges)
     return LocalDocuments(q, k, longest_q, longest_k)
-
-
-def documents_from_position_ids(position_ids: torch.Tensor, mesh: DeviceMesh | ProcessGroup | None = None) -> Documents:
-    """Documents from positions that count up within each and start again at the next.
-
-    Args:
-        position_ids: Of the whole sequence, integers ``[S]`` or ``[B, S]``: a new document begins
-            wherever a position is not its predecessor plus one.
-        mesh: See ``Documents``.
-
-    Raises:
-        ValueError: For another number of dims, or what holds no integers.
-    """
-    starts = _all_start(position_ids)
-    # As int64, in which no position wraps around.
-    starts[..., 1:] = position_ids.long().diff() != 1
-    return Documents(_boundaries(starts), mesh)
-
-
-def documents_from_eos(tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | ProcessGroup | None = None) -> Documents:
-    """Documents that each end with an end-of-sequence token, the last one with or without.
-
-    Args:
-        tokens: The whole sequence, integers ``[S]`` or ``[B, S]``.
-        eos_id: The token that ends a document and belongs to it: one integer.
-        mesh: See ``Documents``.
-
-    Raises:
-        ValueError: For another number of dims, what holds no integers, or an ``eos_id`` that is no integer.
-    """
-    try:
-        # None, or a list of several, would equal no token: all documents would be one.
-        end = index(eos_id)
-    except TypeError:
-        raise ValueError(
-            f"eos_id must be one token, an integer, got {eos_id!r}; where several tokens end documents, replace them "
-            "by one before the call: torch.where(torch.isin(tokens, several), one, tokens)"
-        ) from None
-    starts = _all_start(tokens)
-    starts[..., 1:] = tokens[..., :-1] == end
-    return Documents(_boundaries(starts), mesh)
-
-
-def check_whole(tokens: object) -> None:
-    """Raise ValueError unless it is a plain tensor of integers, as tokens and positions of a whole sequence are."""
-    if isinstance(tokens, DTensor):
-        raise ValueError("tokens and positions are taken whole and plain, got a DTensor; pass its full_tensor()")
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype == torch.bool or tokens.is_floating_point():
-        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens and positions must be a tensor of integers, got {found}")
-
-
-def _all_start(tokens: torch.Tensor) -> torch.Tensor:
-    check_whole(tokens)
-    if tokens.ndim not in (1, 2):
-        raise ValueError(f"documents are found in [S] or [B, S], got {list(tokens.shape)}")
-    return torch.ones_like(tokens, dtype=torch.bool)
-
-
-def _boundaries(starts: torch.Tensor) -> list[torch.Tensor] | torch.Tensor:
-    """Boundaries from where documents begin; on the host, with one copy."""
-    starts, length = starts.cpu(), torch.tensor([starts.shape[-1]])
-    # An empty sequence is one empty document.
-    starts = starts if starts.shape[-1] else starts.new_ones(*starts.shape[:-1], 1)
-    rows = [torch.cat((row.nonzero().flatten(), length)) for row in torch.atleast_2d(starts)]
-    return rows if starts.ndim > 1 else rows[0]
-
-
-def on_host(cu_seqlens: object) -> torch.Tensor:
-    """Boundaries as one int64 tensor on the CPU; rows of a list are filled up with their last entry.
-
-    Raises:
-        ValueError: If they are not integers, or not shaped as boundaries; values are not looked at.
-    """
-    if isinstance(cu_seqlens, DTensor):
-        raise ValueError(
-            "cu_seqlens must be a plain tensor, the same on every rank, got a DTensor; pass its full_tensor()"
-        )
-    if isinstance(cu_seqlens, (list, tuple)) and any(_is_row(x) for x in cu_seqlens):
-        rows = [on_host(row) for row in cu_seqlens]
-        if any(row.ndim != 1 or not row.numel() for row in rows):
-            raise ValueError(f"cu_seqlens as a list needs one boundary list a batch row, got {cu_seqlens!r}")
-        longest = max(map(len, rows))
-        return torch.stack([torch.cat((row, row[-1:].expand(longest - len(row)))) for row in rows])
-    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout != torch.strided:
-        raise ValueError(f"cu_seqlens must be a dense tensor, got {cu_seqlens.layout}; pass cu_seqlens.to_dense()")
-    try:
-        host = cu_seqlens.detach().cpu() if isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 [N + 1], or [B, N + 1], or lists of such integers, got {cu_seqlens!r}"
-        ) from error
-    if host.dtype not in (torch.int32, torch.int64) or host.ndim not in (1, 2) or not host.numel():
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 [N + 1], or [B, N + 1], got {host.dtype} {list(host.shape)}"
-        )
-    return host.long()
-
-
-def _is_row(x: object) -> bool:
-    """Whether an entry of a list is a list itself; an integer may come as a NumPy scalar or a 0-d tensor, too."""
-    return isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring_swa.attention import CuSeqlens
+from dtensor_ring_swa.call_checks import CuSeqlens
 from dtensor_ring_swa.checks import check_documents
-from dtensor_ring_swa.documents import Documents, check_whole
+from dtensor_ring_swa.document_starts import check_whole
+from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import refuse_outsider
 
 IGNORE_INDEX = -100

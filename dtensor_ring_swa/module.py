@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dtensor_ring_swa.attention import CuSeqlens, WindowLike, ring_attention
+from dtensor_ring_swa.attention import WindowLike, ring_attention
+from dtensor_ring_swa.call_checks import CuSeqlens
 from dtensor_ring_swa.kernels import check_name
 from dtensor_ring_swa.option_checks import check_options
 from dtensor_ring_swa.window import Window

@@ -7,22 +7,17 @@ and calls the same op on the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.autocast import without_autocast
 from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.groups import agree_on_rows, exchange_group, resolve_group
+from dtensor_ring_swa.library import below_autograd, define, differentiate
 from dtensor_ring_swa.prepare import Names, kept_rows, prepare
-
-# torch.compile(mode="reduce-overhead") makes CUDA graphs, from here on of what is around the ops: in the memory that it
-# gives to a graph it must not find the integers that kernels keep on the device for later calls.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def _attention(
@@ -102,19 +97,8 @@ def _attention_backward(
     return dq, dk, dv, dq.new_empty(0) if sinks_H is None or dsinks is None else dsinks.to(sinks_H.dtype)
 
 
-# Not torch.library.custom_op: its wrappers and those of register_autograd take the host several times as long around a
-# call (seen on torch 2.11 and 2.13: 57 us with gradients, 21 without, against 25 and 14).
-_LIBRARY = torch.library.Library("dtensor_ring_swa", "FRAGMENT")
-
-
-def _define(name: str, run: Callable[..., tuple[torch.Tensor, ...]]) -> OpOverload:
-    _LIBRARY.define(f"{name}{torch.library.infer_schema(run, mutates_args=())}", tags=_TAGS)
-    _LIBRARY.impl(name, without_autocast(run), "CompositeExplicitAutograd")
-    return getattr(torch.ops.dtensor_ring_swa, name).default
-
-
-attention = _define("attention", _attention)
-attention_backward = _define("attention_backward", _attention_backward)
+attention = define("attention", without_autocast(_attention))
+attention_backward = define("attention_backward", without_autocast(_attention_backward))
 
 
 @torch.library.register_fake(attention)
@@ -151,7 +135,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        out, lse, kept = _below_autograd(attention, *args)
+        out, lse, kept = below_autograd(attention, *args)
         ctx.mark_non_differentiable(lse, kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:5], out, lse, kept)
@@ -173,7 +157,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        return _below_autograd(attention_backward, *args)
+        return below_autograd(attention_backward, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -182,27 +166,8 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def _below_autograd(op: OpOverload, *args: Any) -> tuple[torch.Tensor, ...]:
-    # Private, and what torch.library's own autograd kernels do; seen on torch 2.11 and 2.13.
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
-
-
-def _differentiate(op: OpOverload, function: type[torch.autograd.Function], tensors: int) -> None:
-    """Let autograd call ``function`` for ``op`` where one of its first ``tensors`` arguments needs a gradient."""
-
-    def run(*args: Any) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled():
-            for x in args[:tensors]:
-                if x is not None and x.requires_grad:
-                    return function.apply(*args)
-        return _below_autograd(op, *args)
-
-    _LIBRARY.impl(op, run, "Autograd")
-
-
-_differentiate(attention, _Attention, 4)
-_differentiate(attention_backward, _AttentionBackward, 9)
+differentiate(attention, _Attention, 4)
+differentiate(attention_backward, _AttentionBackward, 9)
 
 
 def _group(name: str) -> ProcessGroup | None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from dtensor_ring_swa.block import Block, Call, fused
+from dtensor_ring_swa.block import Block, Call
 from dtensor_ring_swa.choice import choose_exchange, is_rebalanced
+from dtensor_ring_swa.visible import fused
 from dtensor_ring_swa.window import Window
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dtensor_ring_swa.block import Block, blocks_between
+from dtensor_ring_swa.block import Block
 from dtensor_ring_swa.layout import Run, chunk_length, shard
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, document_at
 from dtensor_ring_swa.plan import Plan, Transfer
+from dtensor_ring_swa.visible import blocks_between
 from dtensor_ring_swa.window import Window
 
 

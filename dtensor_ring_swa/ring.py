@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dtensor_ring_swa.block import Call, blocks_between
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.choice import is_rebalanced
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.packing import Boundaries, check_boundaries
 from dtensor_ring_swa.plan import Transfer
+from dtensor_ring_swa.visible import blocks_between
 from dtensor_ring_swa.window import Window
 
 

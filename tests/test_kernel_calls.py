@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa import Window, make_plan
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.block import Call, blocks_between
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels import KERNELS, Request
 from dtensor_ring_swa.kernels.few_keys import few_keys
 from dtensor_ring_swa.kernels.intervals import intervals_of_keys, intervals_of_queries
 from dtensor_ring_swa.kernels.split_keys import split_keys
 from dtensor_ring_swa.layout import Run, runs
 from dtensor_ring_swa.testing import RankPool
+from dtensor_ring_swa.visible import blocks_between
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.attention import CuSeqlens, ring_attention
+from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.call_checks import CuSeqlens
 from dtensor_ring_swa.compat.common import refusing_together
 from dtensor_ring_swa.groups import group_of
 
