@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.cut import cut
+from dtensor_ring_swa.messages import Message, post
 from dtensor_ring_swa.plan import Plan, Transfer
 
 
@@ -70,8 +71,8 @@ class Exchange:
     def __init__(
         self,
         group: ProcessGroup | None,
-        sends: Iterable[tuple[Transfer, torch.Tensor]],
-        receives: Iterable[tuple[Transfer, torch.Tensor]],
+        sends: Iterable[Message],
+        receives: Iterable[Message],
     ) -> None:
         self._group, self._sends, self._receives = group, list(sends), list(receives)
         self._works: list[dist.Work] = []
@@ -90,12 +91,8 @@ class Exchange:
         """Post the messages, unless they have been. On CUDA they leave when the current stream gets here."""
         if self._posted:
             return
-        ops = [
-            dist.P2POp(op, message, group=self._group, group_peer=transfer.peer)
-            for op, messages in ((dist.isend, self._sends), (dist.irecv, self._receives))
-            for transfer, message in messages
-        ]
-        self._works, self._posted = dist.batch_isend_irecv(ops), True
+        assert self._group is not None
+        self._works, self._posted = post(self._group, self._sends, self._receives), True
 
     def wait(self) -> list[torch.Tensor]:
         """The received messages. On CUDA the current stream waits, not the host."""

@@ -1,0 +1,49 @@
+"""Messages between ranks, posted together: no rank waits for one of them before it posts the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dtensor_ring_swa.plan import Transfer
+
+# Which rows, from or to which rank of the group, and the tensor.
+Message = tuple[Transfer, torch.Tensor]
+
+
+def post(group: ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+    """Post contiguous tensors of one device as one batch; at least one.
+
+    Returns:
+        What to wait for.
+    """
+    device = (*sends, *receives)[0][1].device
+    # As dist.batch_isend_irecv asks.
+    if type(group) is ProcessGroup and group._get_backend(device).supports_coalescing:
+        return [coalesce(group, device, sends, receives)]
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(op, message, group=group, group_peer=transfer.peer)
+            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for transfer, message in messages
+        ]
+    )
+
+
+def coalesce(
+    group: ProcessGroup, device: torch.device, sends: Sequence[Message], receives: Sequence[Message]
+) -> dist.Work:
+    """What ``batch_isend_irecv`` does on NCCL, without its layers of Python.
+
+    Private, and so is all that torch has for it besides that function, which takes H200's host 59 us of a forward call
+    in place of 39; seen on torch 2.11 and 2.13.
+    """
+    group._start_coalescing(device)
+    for transfer, message in sends:
+        group.send([message], transfer.peer, 0)
+    for transfer, message in receives:
+        group.recv([message], transfer.peer, 0)
+    return group._end_coalescing(device)
