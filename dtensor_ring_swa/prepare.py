@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.geometry import Geometry
 from dtensor_ring_swa.kernels import Kernel, Request, choose
-from dtensor_ring_swa.schedule import Geometry, Schedule, schedule_of
+from dtensor_ring_swa.schedule import Schedule, schedule_of
 from dtensor_ring_swa.window import Window
 
 

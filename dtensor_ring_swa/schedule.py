@@ -1,83 +1,22 @@
-"""How to compute one call: with a halo or as a ring, and in which layout; and the walk itself."""
+"""The walk of one sequence: with a halo or as a ring, and in which layout."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.choice import choose_exchange
-from dtensor_ring_swa.deal import deal, make_deal
+from dtensor_ring_swa.deal import deal
+from dtensor_ring_swa.geometry import Geometry
 from dtensor_ring_swa.halo import halo_backward, halo_forward
 from dtensor_ring_swa.kernels import Kernel, Request
-from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.packing import Boundaries
 from dtensor_ring_swa.plan import Plan
-from dtensor_ring_swa.planning import make_plan
-from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
+from dtensor_ring_swa.ring import Ring
 from dtensor_ring_swa.rotate import rotate_backward, rotate_forward
-from dtensor_ring_swa.window import UNLIMITED, Window
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a caller asks, as far as integers go: the same on every rank but for its place.
-
-    Attributes:
-        window: The window, in tokens.
-        sink_tokens: First tokens of each document that its later tokens see besides their window.
-        layout: How positions lie on the ranks.
-        load_balance: Whether to compute contiguous shards in another layout: see ``balanced_layout``.
-        exchange: Halo or ring: see ``choose_exchange``.
-        seq_len: Tokens of the whole sequence.
-        ranks: Ranks that share the sequence.
-        rank: This one of them.
-    """
-
-    window: Window
-    sink_tokens: int
-    layout: str
-    load_balance: str
-    exchange: str
-    seq_len: int
-    ranks: int
-    rank: int
-
-    def compute_layout(self, boundaries: Boundaries | None = None) -> str:
-        """The layout to compute in.
-
-        Raises:
-            ValueError: If a layout cannot deal out so many tokens.
-        """
-        if self.layout != "contiguous" or (self.exchange == "halo" and self.load_balance == "auto"):
-            return self.layout
-        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.window, boundaries)
-
-    def is_ring(self, compute_layout: str, packed: bool) -> bool:
-        """Whether keys pass by in a ring rather than being held as a halo."""
-        choice = choose_exchange(self.exchange, compute_layout, self.seq_len, self.ranks, self.window, packed)
-        return choice.exchange == "ring"
-
-    def kept_rows(self, packed: bool, in_graph: bool) -> int:
-        """Rows of K and V to keep for backward, known before the documents are; in a graph the same on every rank."""
-        if self.ranks == 1 or self.is_ring(self.compute_layout(), packed):
-            return 0
-        if not packed and not in_graph:
-            return schedule_of(self, None).plan.received_rows
-        return sum(self.window.reach(self.seq_len)) + min(self.sink_tokens, self.seq_len)
-
-    def check_rows(self, rows: int) -> None:
-        """Raise ValueError unless this rank holds the rows that its layout gives it."""
-        expected = sum(map(len, runs(self.layout, self.seq_len, self.ranks, self.rank)))
-        if rows != expected:
-            raise ValueError(
-                f"rank {self.rank} of {self.ranks} holds {rows} of {self.seq_len} tokens, but layout "
-                f"{self.layout!r} gives it {expected}; a DTensor made by from_local of uneven shards needs its "
-                "global shape"
-            )
+from dtensor_ring_swa.window import UNLIMITED
 
 
 class Schedule:
@@ -88,26 +27,18 @@ class Schedule:
 
     def __init__(self, geometry: Geometry, boundaries: Boundaries | None) -> None:
         self.geometry, self.boundaries = geometry, boundaries
-        self.layout, self.compute_layout = geometry.layout, geometry.compute_layout(boundaries)
-        self.seq_len, self.ranks, self.rank = geometry.seq_len, geometry.ranks, geometry.rank
+        self.compute_layout = geometry.compute_layout(boundaries)
         self.is_ring = geometry.is_ring(self.compute_layout, boundaries is not None)
 
     @cached_property
     def plan(self) -> Plan:
         """This rank's part with a halo."""
-        geometry = self.geometry
-        return make_plan(
-            self.seq_len, self.ranks, self.rank, geometry.window, self.boundaries, geometry.sink_tokens
-        )  # fmt: skip
+        return self.geometry.plan(self.boundaries)
 
     @cached_property
     def ring(self) -> Ring:
         """This rank's part in the ring."""
-        geometry = self.geometry
-        return make_ring(
-            self.compute_layout, self.seq_len, self.ranks, self.rank, geometry.window, self.boundaries,
-            geometry.sink_tokens,
-        )  # fmt: skip
+        return self.geometry.ring(self.compute_layout, self.boundaries)
 
     def forward(
         self,
@@ -129,7 +60,7 @@ class Schedule:
         ring = self.ring
         if UNLIMITED not in self.geometry.window:
             _warn_of_waste(ring, self.plan, k_BSGD[:, :1].nbytes + v_BSGE[:, :1].nbytes)
-        if self.compute_layout == self.layout or group is None:
+        if group is None or self.compute_layout == self.geometry.layout:
             rotate_forward(ring, group, kernel, request, q_BSHD, k_BSGD, v_BSGE, out_BSHE, lse_BHS, sinks_H)
             return
         q, k, v = self._dealt(group, q_BSHD, k_BSGD, v_BSGE)
@@ -159,7 +90,7 @@ class Schedule:
         if not self.is_ring:
             return halo_backward(self.plan, group, kernel, request, halo, *tensors, lse_BHS, sinks_H, dsinks_H)
         ring = self.ring
-        if self.compute_layout == self.layout or group is None:
+        if group is None or self.compute_layout == self.geometry.layout:
             return rotate_backward(ring, group, kernel, request, *tensors, lse_BHS, sinks_H, dsinks_H)
         (lse,) = self._dealt(group, lse_BHS.transpose(1, 2))
         dout, q, k, v, out = self._dealt(group, *tensors)
@@ -169,12 +100,10 @@ class Schedule:
         return dq, dk, dv
 
     def _dealt(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        moves = make_deal(self.layout, self.compute_layout, self.seq_len, self.ranks, self.rank)
-        return deal(moves, group, *tensors)
+        return deal(self.geometry.deal(self.geometry.layout, self.compute_layout), group, *tensors)
 
     def _dealt_back(self, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        moves = make_deal(self.compute_layout, self.layout, self.seq_len, self.ranks, self.rank)
-        return deal(moves, group, *tensors)
+        return deal(self.geometry.deal(self.compute_layout, self.geometry.layout), group, *tensors)
 
 
 @lru_cache(maxsize=256)
