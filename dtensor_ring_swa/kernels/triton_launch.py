@@ -1,6 +1,6 @@
 """Triton's programs, started again as they were started before.
 
-Triton works out from each argument which build of a program to start, and asks again at every call: on H200's host
+Triton works out from each argument which build of a program to start, and asks again at every call: on an H200's host
 18 of the 33 us of a start. For the same tensors' kinds and the same numbers the answer is the same, so the build is
 kept; a build is started in Triton's own way, with all arguments and compile-time constants in their order. What
 Triton is asked for besides (``triton.knobs.compilation``, hooks before a run) counts as it was at the first start.
