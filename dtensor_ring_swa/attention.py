@@ -153,7 +153,9 @@ def ring_attention(
         check_documents(checked.documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    names = Names(kernel, layout, load_balance, exchange, deterministic, checked.assumed, torch.compiler.is_compiling())
+    # Other tracers make lengths symbolic, too: such a graph is for all lengths.
+    in_graph = torch.compiler.is_compiling() or isinstance(seq_len, torch.SymInt)
+    names = Names(kernel, layout, load_balance, exchange, deterministic, checked.assumed, in_graph)
     window = Window.of(window)
     # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
     tokens = [window.left, window.right, sink_tokens, seq_len]

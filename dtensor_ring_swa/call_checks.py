@@ -54,7 +54,7 @@ def check_call(
     group: ProcessGroup | None,
     seq_len: int | None,
 ) -> Checked:
-    """Check the tensors of a call, from what this rank sees alone.
+    """Check the tensors of a call, by what this rank can see without asking the others.
 
     Raises:
         ValueError: If they do not fit together.

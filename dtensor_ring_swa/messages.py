@@ -21,9 +21,11 @@ def post(group: ProcessGroup, sends: Sequence[Message], receives: Sequence[Messa
         What to wait for.
     """
     device = (*sends, *receives)[0][1].device
-    # As dist.batch_isend_irecv asks.
+    # dist.batch_isend_irecv asks the same.
     if type(group) is ProcessGroup and group._get_backend(device).supports_coalescing:
-        return [coalesce(group, device, sends, receives)]
+        work = coalesce(group, device, sends, receives)
+        # It may be None, which is not waited for.
+        return [work] if work else []
     return dist.batch_isend_irecv(
         [
             dist.P2POp(op, message, group=group, group_peer=transfer.peer)
@@ -38,8 +40,8 @@ def coalesce(
 ) -> dist.Work:
     """What ``batch_isend_irecv`` does on NCCL, without its layers of Python.
 
-    Private, and so is all that torch has for it besides that function, which takes H200's host 59 us of a forward call
-    in place of 39; seen on torch 2.11 and 2.13.
+    Private, as torch has no other public function for it. That one takes an H200's host 59 us within a forward call,
+    this one 39. Seen on torch 2.11 and 2.13.
     """
     group._start_coalescing(device)
     for transfer, message in sends:

@@ -48,7 +48,7 @@ def _attention(
 
     Returns:
         out ``[B, S_local, Hq, Dv]``; lse ``[B, Hq, S_local]``; and the K and V rows of other ranks, flat,
-        kept for backward. In a graph the last has the same size on every rank, so that a cache may serve them all.
+        kept for backward. In a graph (see ``Names``) the last has the same size on every rank.
     """
     group = _group(group_name)
     if group is not None and Names.of(names).assumed:

@@ -24,7 +24,8 @@ class Names(NamedTuple):
     """What a caller asks for by name, as one argument of the ops.
 
     ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare;
-    ``in_graph`` that torch.compile is tracing, so that no size may be of one rank alone: a cache serves them all.
+    ``in_graph`` that a graph is being traced, which a cache may serve to other ranks, or which is for other lengths as
+    well: then no size may be of this rank alone.
 
     A dispatcher that converts each argument, and autograd that wraps them, take time for each: so the ops have few.
     """

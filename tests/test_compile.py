@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config
+from functorch.compile import aot_function, nop
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
@@ -221,6 +222,16 @@ def test_only_a_graph_keeps_rows_that_nobody_sent(pools: Pools) -> None:
         assert all(eager == planned <= in_graph for eager, _, planned in found)
         assert [graph for _, graph, _ in found] == [in_graph] * 3
         assert found[0][0] == window[1]
+
+
+def lengths_traced_without_dynamo() -> list[float]:
+    """The distance from the oracle for each length, of one graph of AOTAutograd alone, with symbolic lengths."""
+    traced = aot_function(attend("dtensor", case_of(12)), nop, dynamic=True)
+    return [distance("dtensor", case_of(seq_len), traced) for seq_len in (12, 16, 8)]
+
+
+def test_a_symbolic_length_needs_no_dynamo(pools: Pools) -> None:
+    assert max(map(max, pools(2).run(lengths_traced_without_dynamo))) < TOLERANCE
 
 
 # Refusals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,8 +22,14 @@ def some(*peers: int) -> list[messages.Message]:
 class Group:
     """A group that writes down what it is told."""
 
-    def __init__(self) -> None:
+    supports_coalescing = True
+
+    def __init__(self, work: str | None = "work") -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.work = work
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.told.append(("send", tensors, peer, tag))
@@ -33,9 +40,9 @@ class Group:
     def _start_coalescing(self, device: torch.device) -> None:
         self.told.append(("start", device))
 
-    def _end_coalescing(self, device: torch.device) -> str:
+    def _end_coalescing(self, device: torch.device) -> str | None:
         self.told.append(("end", device))
-        return "work"
+        return self.work
 
 
 def test_a_batch_is_opened_and_closed_around_all_messages() -> None:
@@ -46,6 +53,13 @@ def test_a_batch_is_opened_and_closed_around_all_messages() -> None:
         ("start", CPU), ("send", [sends[0][1]], 3, 0), ("send", [sends[1][1]], 1, 0), ("recv", [receives[0][1]], 2, 0),
         ("end", CPU),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "works"), [("work", ["work"]), (None, [])])
+def test_a_batch_is_waited_for_if_there_is_anything_to_wait_for(work: str | None, works: list[str]) -> None:
+    group: Any = Group(work)
+    with mock.patch.object(messages, "ProcessGroup", Group):
+        assert messages.post(group, some(1), []) == works
 
 
 def test_a_group_of_another_kind_is_posted_to_by_the_public_function() -> None:

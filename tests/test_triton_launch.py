@@ -114,6 +114,34 @@ def test_the_interpreter_that_builds_nothing_is_started_each_time() -> None:
     assert started == [((1, 1, 1), (7,), {"S": SIZES, "num_warps": 4, "num_stages": 3})] * 2
 
 
+def test_what_is_compiled_in_the_background_is_not_started_by_itself() -> None:
+    class Future:
+        """As Triton's: it has the attributes of a build, and cannot be indexed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Build(Program(), 0), name)
+
+    started = []
+
+    class Background:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+            return lambda *arguments, **options: started.append(arguments) or Future()
+
+    program = Background()
+    for _ in range(2):
+        start(program, CPU, (1, 1, 1), OPTIONS, 7)
+    assert started == [(7,), (7,)]
+
+
+def test_no_build_is_kept_on_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There one depends on whether a tensor's memory has 2 GB: the same strides do not tell.
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    program = Program()
+    for _ in range(2):
+        start(program, CPU, (1, 1, 1), OPTIONS, strided())
+    assert [started.build for started in program.started] == [0, 1]
+
+
 def test_what_is_kept_holds_no_tensor() -> None:
     class OneBuild:
         """As the real ones: it keeps nothing of a start."""

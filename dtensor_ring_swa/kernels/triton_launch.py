@@ -1,8 +1,9 @@
 """Triton's programs, started again as they were started before.
 
-Triton works out from each argument which build of a program to start, and asks again at every call: on H200's host
+Triton works out from each argument which build of a program to start, and asks again at every call: on an H200's host
 18 of the 33 us of a start. For the same tensors' kinds and the same numbers the answer is the same, so the build is
-kept; a build is started in Triton's own way, with all arguments and compile-time constants in their order.
+kept; a build is started in Triton's own way, with all arguments and compile-time constants in their order. What
+Triton is asked for besides (``triton.knobs.compilation``, hooks before a run) counts as it was at the first start.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def start(program: Any, device: torch.device, grid: tuple[int, int, int], option
         options: Sizes, warps and stages.
         *arguments: Its other arguments: tensors, tuples of a tensor and numbers, numbers, tuples of numbers, None.
     """
-    builds = _builds(program, device, options, *map(_kind, arguments))
+    # On AMD's GPUs builds depend on the size of a tensor's memory as well, and there nothing of this has been run.
+    builds = [] if torch.version.hip else _builds(program, device, options, *map(_kind, arguments))
     if builds:
         builds[0][grid](*arguments, options.sizes)
         return
     build = program[grid](*arguments, S=options.sizes, num_warps=options.warps, num_stages=options.stages)
-    # Triton's interpreter builds nothing.
-    if build is not None:
+    # Triton's interpreter builds nothing; what Triton compiles in the background cannot be started by itself.
+    if hasattr(type(build), "__getitem__"):
         builds.append(build)
 
 
