@@ -25,6 +25,7 @@ from dtensor_ring_swa.bench.case import Case, Environment
 from dtensor_ring_swa.bench.check import errors
 from dtensor_ring_swa.bench.extras import MIXTURE, Extras
 from dtensor_ring_swa.bench.job import jobs_of
+from dtensor_ring_swa.bench.laps import make_laps
 from dtensor_ring_swa.bench.ours import RingDTensor, RingZigzag
 from dtensor_ring_swa.bench.parser import BASELINES, OURS
 from dtensor_ring_swa.bench.predict import Prediction, predict
@@ -32,9 +33,11 @@ from dtensor_ring_swa.bench.rates import NVLINK_GB_S, RATES, rate_of
 from dtensor_ring_swa.bench.report import case_table, plot
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
+from dtensor_ring_swa.bench.traffic import Sizes, Traffic
+from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.planning import _make_plan, make_plan
 from dtensor_ring_swa.prepare import Names, prepare
-from dtensor_ring_swa.ring import imbalance
+from dtensor_ring_swa.ring import imbalance, make_ring
 from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.window import Window
 
@@ -448,8 +451,11 @@ def test_simulation_of_every_limited_shape_takes_under_a_second(tmp_path: Path) 
 def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "simulated.json"
     named = [arg for name in UNLIMITED_SHAPES for arg in ("--shape", name)]
-    assert cli.main(["--simulate-ranks", "64", "--json", str(path), *named]) == 0
-    cases = json.loads(path.read_text())["cases"]
+    make_laps.cache_clear()
+    assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
+    record = json.loads(path.read_text())
+    assert record["seconds"] < 1
+    cases = record["cases"]
     assert [case["load_balance"] for case in cases] == ["auto", "none"] * len(UNLIMITED_SHAPES)
     for case in cases:
         auto = case["load_balance"] == "auto"
@@ -463,6 +469,35 @@ def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.Capt
     assert "as given" not in capsys.readouterr().out
     assert cli.main(["--simulate-ranks", "2", "--window", "full", "--shape", "gpt-oss", "--tflops", "100", "50"]) == 0
     assert "at 100 / 50 TFLOP/s (as given)" in capsys.readouterr().out
+
+
+def test_laps_are_the_steps_of_the_ring() -> None:
+    lengths = {"contiguous": (1, 3, 9, 13, 17, 35), "striped": (7, 21), "zigzag": (14, 42)}
+    windows = ((-1, 0), (-1, -1), (0, -1), (3, 0), (9, 2), (0, 0), (11, -1), (40, 0))
+    for (layout, tokens), window in product(lengths.items(), windows):
+        for seq_len, rank in product(tokens, range(7)):
+            ring = make_ring(layout, seq_len, 7, rank, Window(*window))
+            laps = make_laps(layout, seq_len, 7, rank, Window(*window))
+            found = [(lap.blocks, lap.source_rows, lap.target_rows) for lap in laps.others for _ in range(lap.count)]
+            wanted = [(step.call, len(step.source or ()), len(step.target or ())) for step in ring.steps[1:]]
+            assert [(Call.of(blocks) if blocks else None, *rows) for blocks, *rows in found] == wanted
+            assert (laps.rows, laps.pairs, laps.received_rows) == (ring.rows, ring.pairs, ring.received_rows)
+            assert laps.steps == sum(step.source is not None for step in ring.steps)
+            assert sum(count for count, *_ in laps.places()) == len(wanted)
+
+
+@pytest.mark.parametrize("load_balance", ["auto", "none"])
+def test_simulation_predicts_the_busiest_rank_and_the_one_that_receives_most(load_balance: str) -> None:
+    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (3, 0), (0, 5)), (1, 2, 4, 5, 7)):
+        layer = Shape("layer", 4, 2, 16, 8, Window(*window))
+        # The last ones leave ranks with fewer tokens, or none.
+        for tokens in (4 * ranks, 6 * ranks, 5 * ranks - 2, ranks + 1):
+            found = predict(layer, ranks, tokens, 1, torch.bfloat16, NVLINK_GB_S, load_balance)
+            calls = [Traffic(layer, 1, "contiguous", load_balance, tokens, ranks, rank) for rank in range(ranks)]
+            received = [call.received(Sizes(2, 2, 4)) for call in calls]
+            assert [found.received_forward, found.received_backward] == list(map(max, zip(*received, strict=True)))
+            pairs = [make_ring(call.compute_layout, tokens, ranks, call.rank, layer.window).pairs for call in calls]
+            assert found.forward_flops == 2 * max(pairs) * 4 * (16 + 8)
 
 
 def test_simulation_of_a_ring_predicts_what_it_should() -> None:

@@ -2,9 +2,9 @@
 
 It times ``ring_attention`` beside what else computes the same numbers (``allgather.py``, ``merge_ring.py``,
 ``torch_ring.py``, ``external.py``) in one interleaved run, counts bytes, and predicts scaling without any rank
-(``simulate.py``). The files in reading order: shapes, extras, parser, options, job, case, inputs, methods, traffic,
-ours, ideal, allgather, merge_ring, torch_ring, external, contest, timing, wire, check, run, record, report, hybrid,
-cli; rates, predict_ring, predict, simulate.
+(``simulate.py``). The files in reading order: shapes, extras, parser, options, job, case, inputs, methods, laps,
+traffic, ours, ideal, allgather, merge_ring, torch_ring, external, contest, timing, wire, check, run, record, report,
+hybrid, cli; rates, predict_ring, predict, simulate.
 
 **The ideal.** For a limited window: one kernel call on the rank's own (query, key) pairs, its halo in place. For a
 window that is unlimited on a side, and for packed documents and sinks: one device's time for the whole sequence,
