@@ -23,18 +23,20 @@ from dtensor_ring_swa.bench import cli, options, torch_ring
 from dtensor_ring_swa.bench.allgather import AllGather
 from dtensor_ring_swa.bench.case import Case, Environment
 from dtensor_ring_swa.bench.check import errors
-from dtensor_ring_swa.bench.extras import MIXTURE, Extras
+from dtensor_ring_swa.bench.extras import MIXTURE, NO_EXTRAS, Extras
+from dtensor_ring_swa.bench.files import plot, read_json, write_json
 from dtensor_ring_swa.bench.job import jobs_of
 from dtensor_ring_swa.bench.laps import make_laps
 from dtensor_ring_swa.bench.ours import RingDTensor, RingZigzag
 from dtensor_ring_swa.bench.parser import BASELINES, OURS
 from dtensor_ring_swa.bench.predict import Prediction, predict
 from dtensor_ring_swa.bench.rates import NVLINK_GB_S, RATES, rate_of
-from dtensor_ring_swa.bench.report import case_table, plot
+from dtensor_ring_swa.bench.report import case_table
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.kernels import __main__ as capabilities
 from dtensor_ring_swa.planning import _make_plan, make_plan
 from dtensor_ring_swa.prepare import Names, prepare
 from dtensor_ring_swa.ring import imbalance, make_ring
@@ -272,8 +274,9 @@ def test_torch_ring_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     causal, method = Window.causal(), TorchFlashAllGather
-    assert method.suits(case(causal)) and method.suits(case(Window.full()))
-    assert not method.suits(case(Window(-1, 3))) and not method.suits(case(Window(5, 0)))
+    suited = {window: method.suits(case(window).shape, NO_EXTRAS) for window in
+              (causal, Window.full(), Window(-1, 3), Window(5, 0))}  # fmt: skip
+    assert list(suited.values()) == [True, True, False, False]
     assert method.gap(case(causal)) is None and method.gap(case(Window.full(), rows=15)) is None
     reasons = {
         "multiples of 4 tokens, not 30": case(causal, rows=15),
@@ -352,6 +355,76 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
     assert errors(want, {"out": torch.ones(2)}) == {"out": 0.0}
 
 
+def test_check_measures_gradients_that_cancel_against_the_other_tensors() -> None:
+    # One visible key: dq and dk are zero, and the float64 reference has rounding there.
+    want = {"out": torch.full((4,), 2.0).double(), "dq": torch.tensor([1e-17, 0.0]).double()}
+    off = errors(want, {"dq": torch.tensor([1e-8, 0.0])})["dq"]
+    assert off == pytest.approx(1e-8 / (2.0 * math.sqrt(2)), rel=1e-3)
+    assert errors(want, {"dq": torch.tensor([0.1, 0.0])})["dq"] > 0.03
+    # A small gradient is not one that cancels.
+    assert errors({**want, "dq": torch.tensor([1e-9]).double()}, {"dq": torch.zeros(1)})["dq"] == 1.0
+
+
+def test_windows_that_show_one_key_pass_the_check(pools: Pools, tmp_path: Path) -> None:
+    for args in (["--window", "0", "--rows", "4"], ["--window", "0", "-1", "--rows", "1"]):
+        _in_pool(pools(3), tmp_path / "bench.json", *LAYER, *args)
+
+
+def test_what_cannot_be_written_after_all_ends_all_ranks_alike(pools: Pools) -> None:
+    few = [*LAYER, "--window", "3", "--rows", "4", "--ours", "ring", "--baselines", "ideal"]
+    with contextlib.redirect_stderr(io.StringIO()):
+        answers = pools(2).run(_bench, [*few, "--json", "/dev/full"])
+    assert [code for code, _ in answers] == [2, 2]
+    assert "method" in answers[0][1]
+
+
+def test_a_case_in_which_nothing_ran_ends_with_2(pools: Pools) -> None:
+    few = [*LAYER, "--window", "causal", "--rows", "33", "--ours", "ring-zigzag", "--baselines", ""]
+    answers = pools(2).run(_bench, few)
+    assert [code for code, _ in answers] == [2, 2]
+    assert "ring-zigzag not run: layout='zigzag'" in answers[0][1]
+
+
+def test_json_has_no_infinity(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": [math.inf, {"b": math.nan}, 1.5], "c": None})
+    assert json.loads(path.read_text()) == {"a": [None, {"b": None}, 1.5], "c": None}
+
+
+@pytest.mark.parametrize("text", ["x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}"])
+def test_a_record_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"is no JSON|no measured cases"):
+        read_json(path)
+
+
+def test_learned_sinks_asked_for_are_not_said_to_be_left_out() -> None:
+    for given, note in (([], "the model's learned sinks are left out"), (["--sinks"], "")):
+        (shape,) = options.parse(["--shape", "gpt-oss", *given]).shapes
+        assert shape.note == note
+
+
+def test_only_the_first_process_of_a_host_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    path = tmp_path / "x.json"
+    assert cli.main(["--simulate-ranks", "2", "--json", str(path)]) == cli.main(["--list", "--device", "cpu"]) == 0
+    capabilities.main([])
+    assert capsys.readouterr().out == "" and not path.exists()
+
+
+def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> None:
+    capabilities.main(["--head-dim", "192", "--v-head-dim", "512"])
+    printed = capsys.readouterr().out
+    assert "head dim 192, of v 512" in printed
+    assert printed.count("reference ") == 12 * (1 + torch.cuda.device_count())
+    for refused in (["--head-dim", "0"], ["--nonesuch"]):
+        with pytest.raises(SystemExit, match="2"):
+            capabilities.main(refused)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -371,7 +444,7 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
         (["--pack", "5", "--batch", "2"], "--pack packs one sequence"),
         (["--sink-tokens", "-1"], "--sink-tokens must be at least 0"),
         (["--sinks", "--simulate-ranks", "2"], "predicts neither packed documents nor sinks"),
-        (["--tflops", "1", "2"], "--tflops takes two positive rates, and --simulate-ranks"),
+        (["--tflops", "1", "2"], "--tflops is for --simulate-ranks"),
         (["--simulate-ranks", "2", "--tflops", "1", "0"], "two positive rates"),
         (["--from", "x.json"], "it needs --plot"),
         (["--from", "no/such/file.json", "--plot", "x.png"], "there is no file"),
@@ -380,8 +453,25 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
         (["--simulate-ranks", "0"], "--simulate-ranks must be at least 1"),
         (["--tokens", "8"], "--tokens is for --simulate-ranks"),
         (["--link-gb-s", "0"], "--link-gb-s must be positive"),
+        (["--link-gb-s", "3"], "--link-gb-s is for --simulate-ranks"),
+        (["--simulate-ranks", "2", "--link-gb-s", "inf"], "--link-gb-s must be positive and finite"),
+        (["--simulate-ranks", "2", "--tflops", "1", "nan"], "two positive rates"),
+        (["--simulate-ranks", "2", "--tokens", str(1 << 63)], "--tokens must be at least 1 and at most"),
+        (["--simulate-ranks", str(1 << 40), "--rows", str(1 << 40)], "--rows times --simulate-ranks must be at most"),
+        (["--simulate-ranks", "2", "--tokens", "8", "--rows", "4"], "pass one"),
+        (["--simulate-ranks", "2", "--check", "--kernel", "aten"], "--check, --kernel would have no effect"),
+        (["--list", "--json", "x.json"], "--json would have no effect beside --list"),
+        (["--from", "x.json", "--plot", "x.png", "--check"], "--check would have no effect beside --from"),
         (["--json", "no/such/folder/x.json"], "no folder"),
+        (["--json", "."], "'.' is a folder"),
+        (["--plot", "x.foo"], "end in .png, .pdf, .svg, got x.foo"),
+        (["--json", "x.png", "--plot", "x.png"], "name one file"),
         (["--simulate-ranks", "2", "--plot", "x.png"], "--plot draws measured times"),
+        (["--device", "cpu", "--rows", str(1 << 50)], "rows need at least .* GB, the device has"),
+        (["--rows", "9" * 30], "--rows must be at least 1 and at most"),
+        (["--heads", "9" * 400, "--head-dim", "1", "--window", "1"], "--heads must be at most"),
+        (["--ours", "", "--baselines", ""], "nothing to run"),
+        (["--device", "cpu", "--ours", "ring-zigzag", "--baselines", "torch-flash-allgather"], "none of .* suits such"),
     ],
 )
 def test_bad_input_exits_2_before_the_ranks_meet(
@@ -397,7 +487,7 @@ def test_bad_input_exits_2_before_the_ranks_meet(
 def test_missing_devices_and_packages_exit_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["--plot", "x.png"]) == 2
     assert "pip install 'dtensor-ring-swa[bench]'" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -455,6 +545,7 @@ def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
     record = json.loads(path.read_text())
     assert record["seconds"] < 1
+    assert record["dtype"] == "bfloat16" and record["versions"]["torch"] == str(torch.__version__)
     cases = record["cases"]
     assert [case["load_balance"] for case in cases] == ["auto", "none"] * len(UNLIMITED_SHAPES)
     for case in cases:
@@ -467,6 +558,13 @@ def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.Capt
             assert (prediction["dealt_forward"] > 0) is (auto and ranks > 1)
             assert all(0.7 < prediction[f"{direction}_efficiency"] * even <= 1.0001 for direction in DIRECTIONS)
     assert "as given" not in capsys.readouterr().out
+    # A window that the first ranks' few tokens cut short has another rate there.
+    assert cli.main(["--simulate-ranks", "8", "--shape", "mistral-7b", "--rows", "512", "--json", str(path)]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert [p["forward_tflops"] for p in case["predictions"]] == [550.5, 550.5, 709.5, 709.5]
+    assert "window 1023); 709.5 / 603.6 TFLOP/s (measured, head dim 128, window 4095), from 4 ranks on" in (
+        capsys.readouterr().out
+    )
     assert cli.main(["--simulate-ranks", "2", "--window", "full", "--shape", "gpt-oss", "--tflops", "100", "50"]) == 0
     assert "at 100 / 50 TFLOP/s (as given)" in capsys.readouterr().out
 

@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.layout import runs
-from dtensor_ring_swa.window import UNLIMITED
 
 
 class Ring(Differentiated):
@@ -123,9 +124,9 @@ class RingUnbalanced(Ring):
     load_balance = "none"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Where there is something to balance."""
-        return case.lopsided
+        return shape.lopsided
 
 
 class RingZigzag(Ring):
@@ -135,9 +136,9 @@ class RingZigzag(Ring):
     layout = "zigzag"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """For windows without limit: limited ones have no use for scattered neighbours."""
-        return UNLIMITED in case.shape.window
+        return shape.unlimited
 
     @classmethod
     def gap(cls, case: Case) -> str | None:
