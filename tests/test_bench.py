@@ -163,6 +163,8 @@ def test_alone(tmp_path: Path) -> None:
     _assert_complete({**record, "cases": [local]}, 1)
     _assert_against_one_device(of_all, 1, CAUSAL, CAUSAL - {"torch-cp", "ring_swa"} - TORCH_CUDNN)
     assert "ring" in case_table(local)
+    # A few million operations a millisecond are no 0.0 TFLOP/s.
+    assert re.search(r"\d\.\de-\d\d", case_table(local))
     pytest.importorskip("matplotlib")
     plot(tmp_path / "bench.png", record)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
@@ -515,6 +517,30 @@ def test_shapes_have_the_published_halo(name: str, megabytes: float) -> None:
     plan = make_plan(1 << 17, 8, 3, shape.window)
     received = plan.bytes(kv_heads=shape.kv_heads, head_dim=shape.head_dim, v_head_dim=shape.v_head_dim)
     assert received / 1e6 == pytest.approx(megabytes, rel=0.02)
+
+
+# Query heads, key/value heads, head dim, width of v, Hugging Face's number of visible keys (None: every earlier one).
+FIGURES = {
+    "mistral-7b": (32, 8, 128, 128, 4096),
+    "gemma-2-2b": (8, 4, 256, 256, 4096),
+    "gemma-2-2b-global": (8, 4, 256, 256, None),
+    "gemma-3-4b": (8, 4, 256, 256, 1024),
+    "gpt-oss": (64, 8, 64, 64, 128),
+    "gpt-oss-global": (64, 8, 64, 64, None),
+    "phi-3-mini": (32, 32, 96, 96, 2047),
+    "olmo-3-7b": (32, 32, 128, 128, 4096),
+    "mimo-v2-flash": (64, 8, 192, 128, 128),
+    "mimo-v2-flash-global": (64, 4, 192, 128, None),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_shapes_have_the_published_figures(name: str) -> None:
+    shape, (*sizes, keys) = SHAPES[name], FIGURES[name]
+    assert [shape.q_heads, shape.kv_heads, shape.head_dim, shape.v_head_dim] == sizes
+    assert shape.window == (Window.causal() if keys is None else Window(keys - 1, 0))
+    assert shape.softcap == (50.0 if name.startswith("gemma-2") else 0.0)
+    assert SHAPES["modernbert-base"].window == Window(64, 64)
 
 
 LIMITED_SHAPES, UNLIMITED_SHAPES = (

@@ -94,8 +94,12 @@ def _half(numbers: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    text = f"{value:.{digits}f}"
+    # Small cases are not all zeros.
+    return f"{value:.1e}" if value and not float(text) else text
 
 
 def _megabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.2f}"
+    return _number(None if value is None else value / 1e6, 2)

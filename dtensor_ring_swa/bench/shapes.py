@@ -105,10 +105,20 @@ _ALL = (
 
 _LOCAL = {shape.name: shape for shape in _ALL}
 
-# Layers without a window, of models that also have layers with one; the heads are the same.
-_GLOBAL = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "gpt-oss", "olmo-3-7b")
+# Layers without a window, of models that also have layers with one; the heads are the same, but for MiMo's keys.
+_GLOBAL = (
+    "gemma-2-2b",
+    "gemma-2-9b",
+    "gemma-2-27b",
+    "gemma-3-4b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "gpt-oss",
+    "olmo-3-7b",
+)
+_ALL_GLOBAL = (*(_global(_LOCAL[name]) for name in _GLOBAL), _global(replace(_LOCAL["mimo-v2-flash"], kv_heads=4)))
 
-SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in (_global(_LOCAL[name]) for name in _GLOBAL)}
+SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in _ALL_GLOBAL}
 
 
 def _hybrid(name: str, local: int, of_all: int) -> tuple[Shape, Shape]:
