@@ -367,9 +367,25 @@ def test_check_measures_gradients_that_cancel_against_the_other_tensors() -> Non
     assert errors({**want, "dq": torch.tensor([1e-9]).double()}, {"dq": torch.zeros(1)})["dq"] == 1.0
 
 
-def test_windows_that_show_one_key_pass_the_check(pools: Pools, tmp_path: Path) -> None:
-    for args in (["--window", "0", "--rows", "4"], ["--window", "0", "-1", "--rows", "1"]):
+def test_gradients_that_cancel_pass_the_check(pools: Pools, tmp_path: Path) -> None:
+    few_rows = ["--window", "7", "3", "--rows", "4", "--dtype", "bfloat16", "--softcap", "3", "--sinks"]
+    # The last one: three ranks' rounded shares of a small sum, off by 1.2e-2 in bfloat16.
+    for args in (
+        ["--window", "0", "--rows", "4"],
+        ["--window", "0", "-1", "--rows", "1"],
+        [*few_rows, "--sink-tokens", "3"],
+    ):
         _in_pool(pools(3), tmp_path / "bench.json", *LAYER, *args)
+
+
+@pytest.mark.parametrize("extra", [["--sinks"], ["--sink-tokens", "3"], ["--pack", "5", "17"]], ids=str)
+def test_bytes_of_documents_and_sinks_are_predicted(extra: list[str], pools: Pools, tmp_path: Path) -> None:
+    few = [*LAYER, "--rows", "12", "--ours", "ring,ring-dtensor", "--baselines", "ideal", *extra]
+    for window in (["9"], ["causal"], ["40", "2"]):
+        record, _ = _in_pool(pools(3), tmp_path / "bench.json", "--window", *window, *few)
+        for method, direction in product(record["cases"][0]["methods"], DIRECTIONS):
+            assert method[direction]["bytes_as_predicted"] is True
+            assert (method[direction]["received_predicted"] > 0) is (method["name"] != "ideal")
 
 
 def test_what_cannot_be_written_after_all_ends_all_ranks_alike(pools: Pools) -> None:

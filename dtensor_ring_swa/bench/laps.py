@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 
 from dtensor_ring_swa.block import Block, Call
 from dtensor_ring_swa.layout import Run, runs
+from dtensor_ring_swa.ring import Ring
 from dtensor_ring_swa.visible import blocks_between
 from dtensor_ring_swa.window import Window
 
@@ -117,6 +118,15 @@ def make_laps(layout: str, seq_len: int, ranks: int, rank: int, window: Window) 
     going = [*_alike(to_target, 1, ranks - 1 - rank), *_alike(to_target, ranks - rank, ranks - 1)]
     own = seen(rank, rank)
     return Laps(sum(map(len, held(rank))), Lap(1, own, 0, 0), tuple(_joined(coming, going)))
+
+
+def laps_of(ring: Ring) -> Laps:
+    """Any ring, step by step: with packed documents and sink tokens each may differ."""
+    own, *others = (
+        Lap(1, step.call.blocks if step.call else (), len(step.source or ()), len(step.target or ()))
+        for step in ring.steps
+    )
+    return Laps(ring.rows, own, tuple(others))
 
 
 def _alike(blocks_at: Callable[[int], _Blocks], first: int, last: int) -> Iterator[tuple[int, _Blocks]]:

@@ -67,19 +67,18 @@ class Ring(Differentiated):
         case = self.case
         environment = case.environment
         return Traffic(
-            case.shape, case.batch, self.layout, self.load_balance, case.seq_len, environment.ranks, environment.rank
-        )
+            case.shape, case.batch, self.layout, self.load_balance, case.seq_len, environment.ranks, environment.rank,
+            case.extras.boundaries(case.seq_len), case.extras.sink_tokens,
+        )  # fmt: skip
 
     @property
     def compute_layout(self) -> str:
         """Where contiguous shards are dealt to another layout, that one."""
         return self._traffic.compute_layout
 
-    def predicted_bytes(self) -> tuple[int, int] | None:
+    def predicted_bytes(self) -> tuple[int, int]:
         """The halo's rows or the ring's shards, their gradients, and what is dealt to another layout and back."""
         case = self.case
-        if case.extras.given:
-            return None
         dtypes = (case.request.dtype, case.grad_dtype, case.wide_dtype)
         return self._traffic.received(Sizes(*(dtype.itemsize for dtype in dtypes)))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtensor_ring_swa.bench.laps import Laps, make_laps
+from dtensor_ring_swa.bench.laps import Laps, laps_of, make_laps
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.choice import choose_exchange
 from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.packing import Boundaries
 from dtensor_ring_swa.plan import Plan
 from dtensor_ring_swa.planning import make_plan
-from dtensor_ring_swa.ring import balanced_layout
+from dtensor_ring_swa.ring import balanced_layout, make_ring
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Traffic:
         seq_len: Tokens of the whole sequence.
         ranks: Size of the group.
         rank: This rank.
+        boundaries: Where packed documents begin and end; None for one document.
+        sink_tokens: First tokens of each document that all of it sees.
     """
 
     shape: Shape
@@ -43,29 +46,35 @@ class Traffic:
     seq_len: int
     ranks: int
     rank: int
+    boundaries: Boundaries | None = None
+    sink_tokens: int = 0
 
     @property
     def compute_layout(self) -> str:
         """The layout in which keys pass by."""
         if self.layout != "contiguous":
             return self.layout
-        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window)
+        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window, self.boundaries)
 
     @property
     def is_ring(self) -> bool:
         """Whether whole shards pass by, rather than a halo being held."""
-        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window)
+        packed = self.boundaries is not None
+        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window, packed)
         return choice.exchange == "ring"
 
     @property
     def laps(self) -> Laps:
         """This rank's part in the ring."""
-        return make_laps(self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window)
+        place = self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window
+        if self.boundaries or self.sink_tokens:
+            return laps_of(make_ring(*place, self.boundaries, self.sink_tokens))
+        return make_laps(*place)
 
     @property
     def plan(self) -> Plan:
         """This rank's part with a halo."""
-        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window)
+        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window, self.boundaries, self.sink_tokens)
 
     @property
     def key_row(self) -> int:
