@@ -23,18 +23,23 @@ from dtensor_ring_swa.bench import cli, options, torch_ring
 from dtensor_ring_swa.bench.allgather import AllGather
 from dtensor_ring_swa.bench.case import Case, Environment
 from dtensor_ring_swa.bench.check import errors
-from dtensor_ring_swa.bench.extras import MIXTURE, Extras
+from dtensor_ring_swa.bench.extras import MIXTURE, NO_EXTRAS, Extras
+from dtensor_ring_swa.bench.files import plot, read_json, write_json
 from dtensor_ring_swa.bench.job import jobs_of
+from dtensor_ring_swa.bench.laps import make_laps
 from dtensor_ring_swa.bench.ours import RingDTensor, RingZigzag
 from dtensor_ring_swa.bench.parser import BASELINES, OURS
 from dtensor_ring_swa.bench.predict import Prediction, predict
 from dtensor_ring_swa.bench.rates import NVLINK_GB_S, RATES, rate_of
-from dtensor_ring_swa.bench.report import case_table, plot
+from dtensor_ring_swa.bench.report import case_table
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape
 from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllGather
+from dtensor_ring_swa.bench.traffic import Sizes, Traffic
+from dtensor_ring_swa.block import Call
+from dtensor_ring_swa.kernels import __main__ as capabilities
 from dtensor_ring_swa.planning import _make_plan, make_plan
 from dtensor_ring_swa.prepare import Names, prepare
-from dtensor_ring_swa.ring import imbalance
+from dtensor_ring_swa.ring import imbalance, make_ring
 from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.window import Window
 
@@ -158,6 +163,8 @@ def test_alone(tmp_path: Path) -> None:
     _assert_complete({**record, "cases": [local]}, 1)
     _assert_against_one_device(of_all, 1, CAUSAL, CAUSAL - {"torch-cp", "ring_swa"} - TORCH_CUDNN)
     assert "ring" in case_table(local)
+    # A few million operations a millisecond are no 0.0 TFLOP/s.
+    assert re.search(r"\d\.\de-\d\d", case_table(local))
     pytest.importorskip("matplotlib")
     plot(tmp_path / "bench.png", record)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
@@ -269,8 +276,9 @@ def test_torch_ring_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     causal, method = Window.causal(), TorchFlashAllGather
-    assert method.suits(case(causal)) and method.suits(case(Window.full()))
-    assert not method.suits(case(Window(-1, 3))) and not method.suits(case(Window(5, 0)))
+    suited = {window: method.suits(case(window).shape, NO_EXTRAS) for window in
+              (causal, Window.full(), Window(-1, 3), Window(5, 0))}  # fmt: skip
+    assert list(suited.values()) == [True, True, False, False]
     assert method.gap(case(causal)) is None and method.gap(case(Window.full(), rows=15)) is None
     reasons = {
         "multiples of 4 tokens, not 30": case(causal, rows=15),
@@ -349,6 +357,92 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
     assert errors(want, {"out": torch.ones(2)}) == {"out": 0.0}
 
 
+def test_check_measures_gradients_that_cancel_against_the_other_tensors() -> None:
+    # One visible key: dq and dk are zero, and the float64 reference has rounding there.
+    want = {"out": torch.full((4,), 2.0).double(), "dq": torch.tensor([1e-17, 0.0]).double()}
+    off = errors(want, {"dq": torch.tensor([1e-8, 0.0])})["dq"]
+    assert off == pytest.approx(1e-8 / (2.0 * math.sqrt(2)), rel=1e-3)
+    assert errors(want, {"dq": torch.tensor([0.1, 0.0])})["dq"] > 0.03
+    # A small gradient is not one that cancels.
+    assert errors({**want, "dq": torch.tensor([1e-9]).double()}, {"dq": torch.zeros(1)})["dq"] == 1.0
+
+
+def test_gradients_that_cancel_pass_the_check(pools: Pools, tmp_path: Path) -> None:
+    few_rows = ["--window", "7", "3", "--rows", "4", "--dtype", "bfloat16", "--softcap", "3", "--sinks"]
+    # The last one: three ranks' rounded shares of a small sum, off by 1.2e-2 in bfloat16.
+    for args in (
+        ["--window", "0", "--rows", "4"],
+        ["--window", "0", "-1", "--rows", "1"],
+        [*few_rows, "--sink-tokens", "3"],
+    ):
+        _in_pool(pools(3), tmp_path / "bench.json", *LAYER, *args)
+
+
+@pytest.mark.parametrize("extra", [["--sinks"], ["--sink-tokens", "3"], ["--pack", "5", "17"]], ids=str)
+def test_bytes_of_documents_and_sinks_are_predicted(extra: list[str], pools: Pools, tmp_path: Path) -> None:
+    few = [*LAYER, "--rows", "12", "--ours", "ring,ring-dtensor", "--baselines", "ideal", *extra]
+    for window in (["9"], ["causal"], ["40", "2"]):
+        record, _ = _in_pool(pools(3), tmp_path / "bench.json", "--window", *window, *few)
+        for method, direction in product(record["cases"][0]["methods"], DIRECTIONS):
+            assert method[direction]["bytes_as_predicted"] is True
+            assert (method[direction]["received_predicted"] > 0) is (method["name"] != "ideal")
+
+
+def test_what_cannot_be_written_after_all_ends_all_ranks_alike(pools: Pools) -> None:
+    few = [*LAYER, "--window", "3", "--rows", "4", "--ours", "ring", "--baselines", "ideal"]
+    with contextlib.redirect_stderr(io.StringIO()):
+        answers = pools(2).run(_bench, [*few, "--json", "/dev/full"])
+    assert [code for code, _ in answers] == [2, 2]
+    assert "method" in answers[0][1]
+
+
+def test_a_case_in_which_nothing_ran_ends_with_2(pools: Pools) -> None:
+    few = [*LAYER, "--window", "causal", "--rows", "33", "--ours", "ring-zigzag", "--baselines", ""]
+    answers = pools(2).run(_bench, few)
+    assert [code for code, _ in answers] == [2, 2]
+    assert "ring-zigzag not run: layout='zigzag'" in answers[0][1]
+
+
+def test_json_has_no_infinity(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": [math.inf, {"b": math.nan}, 1.5], "c": None})
+    assert json.loads(path.read_text()) == {"a": [None, {"b": None}, 1.5], "c": None}
+
+
+@pytest.mark.parametrize("text", ["x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}"])
+def test_a_record_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"is no JSON|no measured cases"):
+        read_json(path)
+
+
+def test_learned_sinks_asked_for_are_not_said_to_be_left_out() -> None:
+    for given, note in (([], "the model's learned sinks are left out"), (["--sinks"], "")):
+        (shape,) = options.parse(["--shape", "gpt-oss", *given]).shapes
+        assert shape.note == note
+
+
+def test_only_the_first_process_of_a_host_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    path = tmp_path / "x.json"
+    assert cli.main(["--simulate-ranks", "2", "--json", str(path)]) == cli.main(["--list", "--device", "cpu"]) == 0
+    capabilities.main([])
+    assert capsys.readouterr().out == "" and not path.exists()
+
+
+def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> None:
+    capabilities.main(["--head-dim", "192", "--v-head-dim", "512"])
+    printed = capsys.readouterr().out
+    assert "head dim 192, of v 512" in printed
+    assert printed.count("reference ") == 12 * (1 + torch.cuda.device_count())
+    for refused in (["--head-dim", "0"], ["--nonesuch"]):
+        with pytest.raises(SystemExit, match="2"):
+            capabilities.main(refused)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -368,7 +462,7 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
         (["--pack", "5", "--batch", "2"], "--pack packs one sequence"),
         (["--sink-tokens", "-1"], "--sink-tokens must be at least 0"),
         (["--sinks", "--simulate-ranks", "2"], "predicts neither packed documents nor sinks"),
-        (["--tflops", "1", "2"], "--tflops takes two positive rates, and --simulate-ranks"),
+        (["--tflops", "1", "2"], "--tflops is for --simulate-ranks"),
         (["--simulate-ranks", "2", "--tflops", "1", "0"], "two positive rates"),
         (["--from", "x.json"], "it needs --plot"),
         (["--from", "no/such/file.json", "--plot", "x.png"], "there is no file"),
@@ -377,8 +471,25 @@ def test_check_never_passes_nan_or_a_wrong_shape() -> None:
         (["--simulate-ranks", "0"], "--simulate-ranks must be at least 1"),
         (["--tokens", "8"], "--tokens is for --simulate-ranks"),
         (["--link-gb-s", "0"], "--link-gb-s must be positive"),
+        (["--link-gb-s", "3"], "--link-gb-s is for --simulate-ranks"),
+        (["--simulate-ranks", "2", "--link-gb-s", "inf"], "--link-gb-s must be positive and finite"),
+        (["--simulate-ranks", "2", "--tflops", "1", "nan"], "two positive rates"),
+        (["--simulate-ranks", "2", "--tokens", str(1 << 63)], "--tokens must be at least 1 and at most"),
+        (["--simulate-ranks", str(1 << 40), "--rows", str(1 << 40)], "--rows times --simulate-ranks must be at most"),
+        (["--simulate-ranks", "2", "--tokens", "8", "--rows", "4"], "pass one"),
+        (["--simulate-ranks", "2", "--check", "--kernel", "aten"], "--check, --kernel would have no effect"),
+        (["--list", "--json", "x.json"], "--json would have no effect beside --list"),
+        (["--from", "x.json", "--plot", "x.png", "--check"], "--check would have no effect beside --from"),
         (["--json", "no/such/folder/x.json"], "no folder"),
+        (["--json", "."], "'.' is a folder"),
+        (["--plot", "x.foo"], "end in .png, .pdf, .svg, got x.foo"),
+        (["--json", "x.png", "--plot", "x.png"], "name one file"),
         (["--simulate-ranks", "2", "--plot", "x.png"], "--plot draws measured times"),
+        (["--device", "cpu", "--rows", str(1 << 50)], "rows need at least .* GB, the device has"),
+        (["--rows", "9" * 30], "--rows must be at least 1 and at most"),
+        (["--heads", "9" * 400, "--head-dim", "1", "--window", "1"], "--heads must be at most"),
+        (["--ours", "", "--baselines", ""], "nothing to run"),
+        (["--device", "cpu", "--ours", "ring-zigzag", "--baselines", "torch-flash-allgather"], "none of .* suits such"),
     ],
 )
 def test_bad_input_exits_2_before_the_ranks_meet(
@@ -394,7 +505,7 @@ def test_bad_input_exits_2_before_the_ranks_meet(
 def test_missing_devices_and_packages_exit_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["--plot", "x.png"]) == 2
     assert "pip install 'dtensor-ring-swa[bench]'" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -424,6 +535,30 @@ def test_shapes_have_the_published_halo(name: str, megabytes: float) -> None:
     assert received / 1e6 == pytest.approx(megabytes, rel=0.02)
 
 
+# Query heads, key/value heads, head dim, width of v, Hugging Face's number of visible keys (None: every earlier one).
+FIGURES = {
+    "mistral-7b": (32, 8, 128, 128, 4096),
+    "gemma-2-2b": (8, 4, 256, 256, 4096),
+    "gemma-2-2b-global": (8, 4, 256, 256, None),
+    "gemma-3-4b": (8, 4, 256, 256, 1024),
+    "gpt-oss": (64, 8, 64, 64, 128),
+    "gpt-oss-global": (64, 8, 64, 64, None),
+    "phi-3-mini": (32, 32, 96, 96, 2047),
+    "olmo-3-7b": (32, 32, 128, 128, 4096),
+    "mimo-v2-flash": (64, 8, 192, 128, 128),
+    "mimo-v2-flash-global": (64, 4, 192, 128, None),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_shapes_have_the_published_figures(name: str) -> None:
+    shape, (*sizes, keys) = SHAPES[name], FIGURES[name]
+    assert [shape.q_heads, shape.kv_heads, shape.head_dim, shape.v_head_dim] == sizes
+    assert shape.window == (Window.causal() if keys is None else Window(keys - 1, 0))
+    assert shape.softcap == (50.0 if name.startswith("gemma-2") else 0.0)
+    assert SHAPES["modernbert-base"].window == Window(64, 64)
+
+
 LIMITED_SHAPES, UNLIMITED_SHAPES = (
     [name for name, shape in SHAPES.items() if (shape.window == Window.causal()) is wanted] for wanted in (False, True)
 )
@@ -448,8 +583,12 @@ def test_simulation_of_every_limited_shape_takes_under_a_second(tmp_path: Path) 
 def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "simulated.json"
     named = [arg for name in UNLIMITED_SHAPES for arg in ("--shape", name)]
-    assert cli.main(["--simulate-ranks", "64", "--json", str(path), *named]) == 0
-    cases = json.loads(path.read_text())["cases"]
+    make_laps.cache_clear()
+    assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
+    record = json.loads(path.read_text())
+    assert record["seconds"] < 1
+    assert record["dtype"] == "bfloat16" and record["versions"]["torch"] == str(torch.__version__)
+    cases = record["cases"]
     assert [case["load_balance"] for case in cases] == ["auto", "none"] * len(UNLIMITED_SHAPES)
     for case in cases:
         auto = case["load_balance"] == "auto"
@@ -461,8 +600,44 @@ def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.Capt
             assert (prediction["dealt_forward"] > 0) is (auto and ranks > 1)
             assert all(0.7 < prediction[f"{direction}_efficiency"] * even <= 1.0001 for direction in DIRECTIONS)
     assert "as given" not in capsys.readouterr().out
+    # A window that the first ranks' few tokens cut short has another rate there.
+    assert cli.main(["--simulate-ranks", "8", "--shape", "mistral-7b", "--rows", "512", "--json", str(path)]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert [p["forward_tflops"] for p in case["predictions"]] == [550.5, 550.5, 709.5, 709.5]
+    assert "window 1023); 709.5 / 603.6 TFLOP/s (measured, head dim 128, window 4095), from 4 ranks on" in (
+        capsys.readouterr().out
+    )
     assert cli.main(["--simulate-ranks", "2", "--window", "full", "--shape", "gpt-oss", "--tflops", "100", "50"]) == 0
     assert "at 100 / 50 TFLOP/s (as given)" in capsys.readouterr().out
+
+
+def test_laps_are_the_steps_of_the_ring() -> None:
+    lengths = {"contiguous": (1, 3, 9, 13, 17, 35), "striped": (7, 21), "zigzag": (14, 42)}
+    windows = ((-1, 0), (-1, -1), (0, -1), (3, 0), (9, 2), (0, 0), (11, -1), (40, 0))
+    for (layout, tokens), window in product(lengths.items(), windows):
+        for seq_len, rank in product(tokens, range(7)):
+            ring = make_ring(layout, seq_len, 7, rank, Window(*window))
+            laps = make_laps(layout, seq_len, 7, rank, Window(*window))
+            found = [(lap.blocks, lap.source_rows, lap.target_rows) for lap in laps.others for _ in range(lap.count)]
+            wanted = [(step.call, len(step.source or ()), len(step.target or ())) for step in ring.steps[1:]]
+            assert [(Call.of(blocks) if blocks else None, *rows) for blocks, *rows in found] == wanted
+            assert (laps.rows, laps.pairs, laps.received_rows) == (ring.rows, ring.pairs, ring.received_rows)
+            assert laps.steps == sum(step.source is not None for step in ring.steps)
+            assert sum(count for count, *_ in laps.places()) == len(wanted)
+
+
+@pytest.mark.parametrize("load_balance", ["auto", "none"])
+def test_simulation_predicts_the_busiest_rank_and_the_one_that_receives_most(load_balance: str) -> None:
+    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (3, 0), (0, 5)), (1, 2, 4, 5, 7)):
+        layer = Shape("layer", 4, 2, 16, 8, Window(*window))
+        # The last ones leave ranks with fewer tokens, or none.
+        for tokens in (4 * ranks, 6 * ranks, 5 * ranks - 2, ranks + 1):
+            found = predict(layer, ranks, tokens, 1, torch.bfloat16, NVLINK_GB_S, load_balance)
+            calls = [Traffic(layer, 1, "contiguous", load_balance, tokens, ranks, rank) for rank in range(ranks)]
+            received = [call.received(Sizes(2, 2, 4)) for call in calls]
+            assert [found.received_forward, found.received_backward] == list(map(max, zip(*received, strict=True)))
+            pairs = [make_ring(call.compute_layout, tokens, ranks, call.rank, layer.window).pairs for call in calls]
+            assert found.forward_flops == 2 * max(pairs) * 4 * (16 + 8)
 
 
 def test_simulation_of_a_ring_predicts_what_it_should() -> None:

@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.methods import Given, Gradients, Method, attend, attend_backward
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.wire import GATHER, SCATTER
 from dtensor_ring_swa.layout import Run, runs
 
@@ -100,9 +102,9 @@ class AllGatherZigzag(AllGather):
     layout = "zigzag"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Where contiguous shards have unequal work."""
-        return case.lopsided
+        return shape.lopsided
 
     @classmethod
     def gap(cls, case: Case) -> str | None:

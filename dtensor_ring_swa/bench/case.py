@@ -19,7 +19,6 @@ from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.plan import Plan
 from dtensor_ring_swa.planning import make_plan
-from dtensor_ring_swa.window import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,19 @@ def distributed(device: torch.device) -> Iterator[Environment]:
         dist.destroy_process_group()
 
 
+def is_first_here() -> bool:
+    """Whether no other process on this host speaks for the command; needs no process group."""
+    return get_node_local_rank(fallback_rank=0) == 0
+
+
+def against_one_device(shape: Shape, extras: Extras) -> bool:
+    """Whether the ideal is a share of one device's time for the whole sequence.
+
+    A rank's own part is no ideal where the parts are unequal, or depend on the layout.
+    """
+    return shape.unlimited or extras.given
+
+
 @dataclass(frozen=True)
 class Case:
     """A shape on the ranks: ``rows`` tokens on each."""
@@ -102,17 +114,9 @@ class Case:
         return make_plan(self.seq_len, self.environment.ranks, self.environment.rank, self.shape.window)
 
     @property
-    def lopsided(self) -> bool:
-        """Whether the window is unlimited on one side only, so that contiguous shards have unequal work."""
-        return (self.shape.window.left == UNLIMITED) != (self.shape.window.right == UNLIMITED)
-
-    @property
     def against_one_device(self) -> bool:
-        """Whether the ideal is a share of one device's time for the whole sequence.
-
-        A rank's own part is no ideal where the parts are unequal, or depend on the layout.
-        """
-        return UNLIMITED in self.shape.window or self.extras.given
+        """Whether the ideal is a share of one device's time for the whole sequence."""
+        return against_one_device(self.shape, self.extras)
 
     @property
     def reach(self) -> tuple[int, int]:

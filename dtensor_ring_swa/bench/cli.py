@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dtensor_ring_swa.bench.case import Case, Environment, distributed, local_device
+from dtensor_ring_swa.bench.case import Case, Environment, distributed, is_first_here, local_device
+from dtensor_ring_swa.bench.files import plot, read_json, write_json
 from dtensor_ring_swa.bench.hybrid import hybrid_records, hybrid_table
 from dtensor_ring_swa.bench.job import Job, jobs_of
 from dtensor_ring_swa.bench.options import Options, parse
 from dtensor_ring_swa.bench.parser import BASELINES, OURS
-from dtensor_ring_swa.bench.report import case_table, device_name, plot, read_json, versions, write_json
+from dtensor_ring_swa.bench.report import case_table, device_name, versions
 from dtensor_ring_swa.bench.run import run_case
 from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES
 from dtensor_ring_swa.bench.simulate import simulate
@@ -25,35 +26,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0, 1 if ``--check`` found a fault, 2 if the command cannot be carried out. The
-        last is found out before the ranks meet, and on each of them.
+        The exit code, the same on every rank: 0, 1 if ``--check`` found a fault, 2 if the command cannot be
+        carried out. That is found out before the ranks meet, and on each of them, but for files that turn out
+        not to be writable and methods of which none ran.
     """
     try:
         options = parse(argv)
-        if options.simulate_ranks is not None:
-            return simulate(options)
-        if options.recorded is not None and options.plot is not None:
-            plot(options.plot, read_json(options.recorded))
-            return 0
+        if options.simulate_ranks is not None or options.recorded is not None or options.list:
+            return _without_ranks(options)
         device = local_device(options.device)
-        if options.list:
-            print(_listing(device))
-            return 0
         jobs = jobs_of(options, device)
     except (ValueError, NotImplementedError) as problem:
-        # One write: the lines of many ranks do not mix.
-        sys.stderr.write(f"bench: {problem}\n")
-        sys.stderr.flush()
-        return 2
+        return _refused(problem)
     with distributed(device) as environment:
         return run_jobs(jobs, options, environment)
+
+
+def _without_ranks(options: Options) -> int:
+    """Predict, draw or list: once a host, however many processes were started.
+
+    Raises:
+        ValueError: If the record to draw is none, or the device to list is not there.
+    """
+    if options.recorded is not None and options.plot is not None:
+        record, path = read_json(options.recorded), options.plot
+        return _write(lambda: plot(path, record)) if is_first_here() else 0
+    if options.list:
+        listing = _listing(local_device(options.device))
+        if is_first_here():
+            print(listing)
+        return 0
+    if not is_first_here():
+        return 0
+    record = simulate(options)
+    return _write(lambda: write_json(path, record)) if (path := options.json) else 0
+
+
+def _write(*steps: Callable[[], None]) -> int:
+    """Do what writes files; 2 if one could not be written."""
+    try:
+        for step in steps:
+            step()
+    except (ImportError, OSError, ValueError, RuntimeError) as problem:
+        return _refused(problem)
+    return 0
+
+
+def _refused(problem: Exception) -> int:
+    # One write: the lines of many ranks do not mix.
+    sys.stderr.write(f"bench: {problem}\n")
+    sys.stderr.flush()
+    return 2
 
 
 def run_jobs(jobs: Sequence[Job], options: Options, environment: Environment) -> int:
     """Measure, print and write. Collective.
 
     Returns:
-        0, or 1 if ``--check`` found a fault.
+        0; 1 if ``--check`` found a fault; 2 if a case had no method that ran, or a file could not be written.
     """
     record: dict[str, Any] = {
         "versions": versions(), "device": device_name(environment.device), "ranks": environment.ranks,
@@ -75,13 +105,20 @@ def run_jobs(jobs: Sequence[Job], options: Options, environment: Environment) ->
             )
             print(case_table(record["cases"][-1]), flush=True)
     record["hybrids"] = hybrid_records(options.hybrids, record["cases"])
+    code = 1 if any(case["failures"] for case in record["cases"]) else 0
+    for case in record["cases"]:
+        if all("skipped" in method for method in case["methods"]):
+            code = 2
+            if first:
+                _refused(ValueError(f"{case['shape']['name']}: no method ran"))
     if first:
         print("".join(f"\n{hybrid_table(hybrid)}\n" for hybrid in record["hybrids"]), end="", flush=True)
-        if options.json:
-            write_json(options.json, record)
-        if options.plot:
-            plot(options.plot, record)
-    return 1 if any(case["failures"] for case in record["cases"]) else 0
+        if json := options.json:
+            code = max(code, _write(lambda: write_json(json, record)))
+        if picture := options.plot:
+            code = max(code, _write(lambda: plot(picture, record)))
+    # What only the first rank can find out: all of them end alike.
+    return int(environment.maximum([code])[0])
 
 
 def _listing(device: torch.device) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dtensor_ring_swa.bench.allgather import AllGather, AllGatherZigzag
 from dtensor_ring_swa.bench.case import Case
 from dtensor_ring_swa.bench.external import RingSwaPackage, TorchContextParallel
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.ideal import Ideal, OneDevice
 from dtensor_ring_swa.bench.merge_ring import MergeRing
 from dtensor_ring_swa.bench.methods import Method
 from dtensor_ring_swa.bench.ours import Ring, RingDTensor, RingStriped, RingUnbalanced, RingZigzag
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.torch_ring import (
     TorchCudnnAllGather,
     TorchCudnnAllToAll,
@@ -24,9 +26,9 @@ METHODS: tuple[type[Method], ...] = (
 )  # fmt: skip
 
 
-def kinds_for(case: Case, names: tuple[str, ...]) -> list[type[Method]]:
-    """The methods of these names that suit the case."""
-    return [kind for kind in METHODS if kind.name in names and kind.suits(case)]
+def kinds_for(shape: Shape, extras: Extras, names: tuple[str, ...]) -> list[type[Method]]:
+    """The methods of these names that suit a layer."""
+    return [kind for kind in METHODS if kind.name in names and kind.suits(shape, extras)]
 
 
 def gap_of(kind: type[Method], case: Case) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -51,6 +52,10 @@ class Extras:
             filled += drawn[-1]
         return drawn
 
+    def boundaries(self, seq_len: int) -> tuple[int, ...] | None:
+        """Where the documents begin and end, if any are packed."""
+        return (0, *accumulate(self.documents(seq_len))) if self.lengths else None
+
     def pairs(self, seq_len: int, window: Window) -> int:
         """Visible (query, key) pairs of the whole sequence. A learned sink is none."""
         total = 0
@@ -66,8 +71,7 @@ class Extras:
         """The keyword arguments of ``ring_attention``; a learned sink wants a gradient."""
         found: dict[str, Any] = {}
         if self.lengths:
-            bounds = torch.tensor([0, *self.documents(seq_len)], dtype=torch.int32)
-            found["cu_seqlens"] = Documents(bounds.cumsum(0, dtype=torch.int32))
+            found["cu_seqlens"] = Documents(torch.tensor(self.boundaries(seq_len), dtype=torch.int32))
         if self.sinks:
             generator = torch.Generator().manual_seed(0)
             found["sinks"] = torch.randn(q_heads, generator=generator).to(device, dtype).requires_grad_()

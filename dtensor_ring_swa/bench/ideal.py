@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.case import Case, against_one_device
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients, Method, attend, attend_backward
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.layout import Run
 
 
@@ -23,9 +25,9 @@ class Ideal(Method):
     name = "ideal"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Where ranks do equal work in any case."""
-        return not case.against_one_device
+        return not against_one_device(shape, extras)
 
     def prepare(self, inputs: Inputs) -> Given:
         """Put the halo around the shard."""
@@ -78,9 +80,9 @@ class OneDevice(Differentiated):
         self.leaves_besides = tuple(self._extras[name] for name in ("sinks",) if name in self._extras)
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Where a rank's own part is no ideal."""
-        return case.against_one_device
+        return against_one_device(shape, extras)
 
     @property
     def share(self) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
 
 from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.bench.contest import kinds_for
 from dtensor_ring_swa.bench.options import Options
 from dtensor_ring_swa.bench.parser import DTYPES
 from dtensor_ring_swa.bench.shapes import Shape
@@ -28,7 +31,7 @@ def jobs_of(options: Options, device: torch.device) -> list[Job]:
 
     Raises:
         NotImplementedError: If the named kernel cannot serve one.
-        ValueError: If one cannot fit into the device's memory.
+        ValueError: If one cannot fit into the device's memory, or none of the methods asked for suits its window.
     """
     return [_job(shape, options, device) for shape in options.shapes]
 
@@ -47,17 +50,30 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
             kernel = _kernel_with_extras(options, shape, request)
     except NotImplementedError as problem:
         raise NotImplementedError(f"{shape}: {problem}") from problem
-    if cuda:
-        # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
-        width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
-        least = 2 * options.batch * rows * width * dtype.itemsize
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if least > memory:
-            raise ValueError(
-                f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
-                "pass fewer --rows"
-            )
+    if not kinds_for(shape, options.extras, options.methods):
+        raise ValueError(
+            f"{shape}: none of {','.join(options.methods)} suits such a window; see --list for all methods"
+        )
+    # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
+    width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
+    least, memory = 2 * options.batch * rows * width * dtype.itemsize, _memory(device)
+    if least > memory:
+        raise ValueError(
+            f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
+            "pass fewer --rows"
+        )
     return Job(shape, rows, request, kernel)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that the device has, in use or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        # Not every system says; more than this no allocation can ask for.
+        return sys.maxsize
 
 
 def _kernel_with_extras(options: Options, shape: Shape, request: Request) -> Kernel:

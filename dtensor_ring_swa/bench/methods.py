@@ -9,7 +9,9 @@ import torch
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.inputs import Inputs
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.block import Call
 
 # dq, dk and dv, and after them the gradient of learned sinks where there are any.
@@ -47,7 +49,7 @@ class Method(ABC):
         self.case = case
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Whether it is of interest for such a window; if not, it is not mentioned."""
         return True
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtensor_ring_swa.bench.extras import MIXTURE, Extras
 from dtensor_ring_swa.bench.parser import BASELINES, OURS, make_parser
-from dtensor_ring_swa.bench.shapes import HYBRIDS, SHAPES, Shape, find
+from dtensor_ring_swa.bench.refusals import refuse_files, refuse_mixtures, refuse_numbers
+from dtensor_ring_swa.bench.shapes import HYBRIDS, NO_SINKS, SHAPES, Shape, find
 from dtensor_ring_swa.kernels import check_name
 from dtensor_ring_swa.window import Window
 
@@ -49,21 +49,18 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ValueError: If the values do not fit together or name what does not exist.
         SystemExit: With code 2, from argparse, for flags it cannot read.
     """
-    given = make_parser().parse_args(argv)
+    parser = make_parser()
+    given = parser.parse_args(argv)
+    refuse_numbers(given)
+    refuse_mixtures(given, parser.parse_args([]))
     check_name(given.kernel)
     methods = (*_names("ours", given.ours, OURS), *_names("baselines", given.baselines, BASELINES))
-    for flag in ("rows", "tokens", "batch", "repeats", "simulate_ranks"):
-        value = getattr(given, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, got {value}")
-    if given.tokens is not None and given.simulate_ranks is None:
-        raise ValueError("--tokens is for --simulate-ranks; a run takes --rows, the tokens of one rank")
-    if given.link_gb_s is not None and not given.link_gb_s > 0:
-        raise ValueError(f"--link-gb-s must be positive, got {given.link_gb_s}")
-    if given.tflops is not None and (given.simulate_ranks is None or not min(given.tflops) > 0):
-        raise ValueError(f"--tflops takes two positive rates, and --simulate-ranks, got {given.tflops}")
-    _check_files(given)
+    if not methods:
+        raise ValueError("there is nothing to run: --ours and --baselines are both empty")
+    refuse_files(given)
     shapes, hybrids = _shapes(given)
+    if given.sinks:
+        shapes = tuple(replace(shape, note="") if shape.note == NO_SINKS else shape for shape in shapes)
     return Options(
         shapes=shapes, hybrids=hybrids, extras=_extras(given), rows=given.rows, tokens=given.tokens,
         batch=given.batch, dtype=given.dtype, device=given.device, kernel=given.kernel, methods=methods,
@@ -90,24 +87,7 @@ def _extras(given: argparse.Namespace) -> Extras:
         raise ValueError(f"--sink-tokens must be at least 0, got {given.sink_tokens}")
     if lengths and given.batch != 1:
         raise ValueError(f"--pack packs one sequence, got --batch {given.batch}")
-    if extras.given and given.simulate_ranks is not None:
-        raise ValueError("--simulate-ranks predicts neither packed documents nor sinks; leave out --pack and --sink*")
     return extras
-
-
-def _check_files(given: argparse.Namespace) -> None:
-    for path in (given.json, given.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} to write {path.name} in")
-    if given.recorded is not None and given.plot is None:
-        raise ValueError("--from reads what --json wrote and draws it again; it needs --plot")
-    if given.recorded is not None and not given.recorded.is_file():
-        raise ValueError(f"there is no file {given.recorded}")
-    if given.plot is not None:
-        if given.simulate_ranks is not None:
-            raise ValueError("--plot draws measured times; --simulate-ranks has none")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'dtensor-ring-swa[bench]'")
 
 
 def _shapes(given: argparse.Namespace) -> tuple[tuple[Shape, ...], tuple[str, ...]]:

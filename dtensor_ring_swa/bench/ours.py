@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.layout import runs
-from dtensor_ring_swa.window import UNLIMITED
 
 
 class Ring(Differentiated):
@@ -66,19 +67,18 @@ class Ring(Differentiated):
         case = self.case
         environment = case.environment
         return Traffic(
-            case.shape, case.batch, self.layout, self.load_balance, case.seq_len, environment.ranks, environment.rank
-        )
+            case.shape, case.batch, self.layout, self.load_balance, case.seq_len, environment.ranks, environment.rank,
+            case.extras.boundaries(case.seq_len), case.extras.sink_tokens,
+        )  # fmt: skip
 
     @property
     def compute_layout(self) -> str:
         """Where contiguous shards are dealt to another layout, that one."""
         return self._traffic.compute_layout
 
-    def predicted_bytes(self) -> tuple[int, int] | None:
+    def predicted_bytes(self) -> tuple[int, int]:
         """The halo's rows or the ring's shards, their gradients, and what is dealt to another layout and back."""
         case = self.case
-        if case.extras.given:
-            return None
         dtypes = (case.request.dtype, case.grad_dtype, case.wide_dtype)
         return self._traffic.received(Sizes(*(dtype.itemsize for dtype in dtypes)))
 
@@ -123,9 +123,9 @@ class RingUnbalanced(Ring):
     load_balance = "none"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """Where there is something to balance."""
-        return case.lopsided
+        return shape.lopsided
 
 
 class RingZigzag(Ring):
@@ -135,9 +135,9 @@ class RingZigzag(Ring):
     layout = "zigzag"
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """For windows without limit: limited ones have no use for scattered neighbours."""
-        return UNLIMITED in case.shape.window
+        return shape.unlimited
 
     @classmethod
     def gap(cls, case: Case) -> str | None:

@@ -17,23 +17,24 @@ from dtensor_ring_swa.bench.predict_ring import ring_time
 from dtensor_ring_swa.bench.rates import BACKWARD_FLOPS, BOUNDARY_COST, Rate, kind_of, rate_of
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
+from dtensor_ring_swa.layout import chunk_length
 
 _DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layer on the busiest rank.
+    """One layer on the rank that has most to do, to receive or to wait for.
 
     Attributes:
         ranks: How many there are.
         tokens: Of the whole sequence.
-        received_forward: Bytes in, with what is dealt to another layout and back.
-        received_backward: Likewise.
+        received_forward: Bytes in, with what is dealt to another layout and back, on the rank that receives most.
+        received_backward: Likewise; it may be another rank.
         allgather_bytes: Bytes in if K and V were gathered whole.
-        forward_flops: Useful operations; backward has 2.5 times as many.
+        forward_flops: Useful operations of the busiest rank; backward has 2.5 times as many.
         interior: Share of the work that needs no other rank's keys.
-        forward_ms: Predicted time.
+        forward_ms: Predicted time of the slowest rank.
         backward_ms: Likewise.
         forward_efficiency: Share of ``forward_ms`` that the ideal takes: one kernel call on this rank's pairs
             for a limited window, an even share of one device's time for others.
@@ -44,6 +45,8 @@ class Prediction:
         steps: Shards attended to one after the other; 1 with a halo.
         imbalance: The busiest rank's pairs over the mean.
         dealt_forward: Bytes in of those in ``received_forward`` that another layout costs.
+        forward_tflops: One device's rate that the times are made of.
+        backward_tflops: Likewise.
     """
 
     ranks: int
@@ -63,6 +66,8 @@ class Prediction:
     steps: int
     imbalance: float
     dealt_forward: int
+    forward_tflops: float
+    backward_tflops: float
 
 
 def predict(
@@ -75,7 +80,10 @@ def predict(
     load_balance: str = "auto",
     rate: Rate | None = None,
 ) -> Prediction:
-    """Predict one layer for ``tokens`` over ``ranks``, at the busiest of a middle rank and those at the ends.
+    """Predict one layer for ``tokens`` over ``ranks``.
+
+    Of the ranks that hold tokens, one in the middle and two at each end are looked at. The busiest is among them, and
+    the one that receives most: in the zigzag layout some keep part of their rows.
 
     Args:
         shape: The layer.
@@ -89,41 +97,43 @@ def predict(
     """
     rate = rate or rate_of(shape, sum(shape.window.reach(tokens)))
     sizes = Sizes(dtype.itemsize, dtype.itemsize, max(dtype.itemsize, 4))
+    held = -(-tokens // chunk_length(tokens, ranks))
     calls = [
         Traffic(shape, batch, "contiguous", load_balance, tokens, ranks, rank)
-        for rank in sorted({0, ranks // 2, ranks - 1})
+        for rank in sorted({0, 1, held // 2, held - 2, held - 1} & set(range(held)))
     ]
-    call = max(calls, key=lambda c: (_pairs(c), c.keys(sizes)[0], c.rank == ranks // 2))
+    call = max(calls, key=lambda c: (_pairs(c), c.keys(sizes)[0], c.rank == held // 2))
     pairs, unit = _pairs(call), 2 * batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
     left, right = shape.window.reach(tokens)
     mean = Band(-left, right).pairs(tokens, tokens) / ranks
-    forward, backward = (_timed(call, direction, unit, rate, sizes, link_gb_s) for direction in _DIRECTIONS)
+    # The slowest rank need not be the busiest: in backward the gradients come home to another one.
+    forward, backward = (
+        [_timed(each, direction, unit, rate, sizes, link_gb_s) for each in calls] for direction in _DIRECTIONS
+    )
+    fullest = max(calls, key=lambda c: c.received(sizes)[0])
+    received = [max(bytes_in) for bytes_in in zip(*(each.received(sizes) for each in calls), strict=True)]
     fair = 1.0 if kind_of(shape.window) == "limited" or not pairs else mean / pairs
-    steps, rows = 1, call.plan.rows
-    if call.is_ring:
-        steps, rows = sum(step.source is not None for step in call.ring.steps), call.ring.rows
-    received = call.received(sizes)
+    steps, rows = (call.laps.steps, call.laps.rows) if call.is_ring else (1, call.plan.rows)
+    hiding = [timed.hiding_gb_s for timed in forward]
     return Prediction(
         ranks=ranks, tokens=tokens, received_forward=received[0], received_backward=received[1],
         allgather_bytes=(tokens - rows) * call.key_row * sizes.own, forward_flops=unit * pairs,
-        interior=_interior(call), forward_ms=forward.ms, backward_ms=backward.ms,
-        forward_efficiency=fair * forward.alone_ms / forward.ms if forward.ms else 1.0,
-        backward_efficiency=fair * backward.alone_ms / backward.ms if backward.ms else 1.0,
-        hiding_gb_s=forward.hiding_gb_s, method="ring" if call.is_ring else "halo", layout=call.compute_layout,
-        steps=steps, imbalance=pairs / mean if mean else 1.0, dealt_forward=call.dealt(sizes)[0],
+        interior=_interior(call), forward_ms=_slowest(forward), backward_ms=_slowest(backward),
+        forward_efficiency=fair * _efficiency(forward), backward_efficiency=fair * _efficiency(backward),
+        hiding_gb_s=None if None in hiding else max(filter(None, hiding), default=0.0),
+        method="ring" if call.is_ring else "halo", layout=call.compute_layout, steps=steps,
+        imbalance=pairs / mean if mean else 1.0, dealt_forward=fullest.dealt(sizes)[0],
+        forward_tflops=rate.forward, backward_tflops=rate.backward,
     )  # fmt: skip
 
 
 def _pairs(call: Traffic) -> int:
-    return call.ring.pairs if call.is_ring else call.plan.pairs
+    return call.laps.pairs if call.is_ring else call.plan.pairs
 
 
 def _interior(call: Traffic) -> float:
     """Share of the work that needs no other rank's keys."""
-    blocks = call.plan.interior
-    if call.is_ring:
-        first = call.ring.steps[0].call
-        blocks = first.blocks if first else ()
+    blocks = call.laps.own.blocks if call.is_ring else call.plan.interior
     pairs = _pairs(call)
     return sum(block.pairs for block in blocks) / pairs if pairs else 1.0
 
@@ -146,6 +156,18 @@ def _timed(call: Traffic, direction: str, unit: int, rate: Rate, sizes: Sizes, l
         ring = ring_time(call, direction, unit, rate, sizes, link_gb_s)
         return _Timed(ring.ms, alone, ring.hiding_gb_s)
     interior, received = _interior(call), call.received(sizes)[0 if forward else 1]
-    boundary_cost = BOUNDARY_COST[direction] if interior else 1.0
-    ms = max(interior * alone, received / link_gb_s / 1e6) + (1 - interior) * alone * boundary_cost
-    return _Timed(ms, alone, received / (interior * alone) / 1e6 if interior * alone else None)
+    boundary_cost, hidden_by = BOUNDARY_COST[direction] if interior else 1.0, interior * alone
+    ms = max(hidden_by, received / link_gb_s / 1e6) + (1 - interior) * alone * boundary_cost
+    # Nothing is hidden by any link.
+    hiding = received / hidden_by / 1e6 if hidden_by else None
+    return _Timed(ms, alone, hiding if received else 0.0)
+
+
+def _slowest(ranks: list[_Timed]) -> float:
+    return max(timed.ms for timed in ranks)
+
+
+def _efficiency(ranks: list[_Timed]) -> float:
+    """Share of the slowest rank's time that the busiest rank's pairs take in one kernel call."""
+    slowest = _slowest(ranks)
+    return max(timed.alone_ms for timed in ranks) / slowest if slowest else 1.0

@@ -57,10 +57,11 @@ def add_ratios(records: list[dict[str, Any]]) -> None:
 
 def failures(case: Case, records: list[dict[str, Any]]) -> list[str]:
     """What ``--check`` found."""
-    tolerance = TOLERANCE[case.request.dtype]
     found = []
     for record in records:
         for name, error in record.get("errors", {}).items():
+            # A learned sink's gradient is a sum in which much cancels, and each rank rounds its share of it.
+            tolerance = TOLERANCE[case.request.dtype] * (4 if name == "dsinks" else 1)
             if not error <= tolerance:
                 found.append(f"{record['name']}: {name} is off by {error:.2e}, more than {tolerance:.0e}")
         for direction in DIRECTIONS:

@@ -1,13 +1,10 @@
-"""Tables, JSON and the chart."""
+"""Tables, and what the numbers were measured on."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import platform
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,60 +94,12 @@ def _half(numbers: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    text = f"{value:.{digits}f}"
+    # Small cases are not all zeros.
+    return f"{value:.1e}" if value and not float(text) else text
 
 
 def _megabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.2f}"
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write all numbers."""
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote of a measured run.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    try:
-        record = json.loads(path.read_text())
-    except ValueError as problem:
-        raise ValueError(f"{path} is no JSON: {problem}") from problem
-    cases = record.get("cases") if isinstance(record, dict) else None
-    if not cases or not all("methods" in case for case in cases):
-        raise ValueError(f"{path} has no measured cases; --json writes them in a run without --simulate-ranks")
-    return record
-
-
-def plot(path: Path, record: dict[str, Any]) -> None:
-    """Draw one row of bars a case: milliseconds of each method, forward and backward.
-
-    Raises:
-        ImportError: If matplotlib is missing; the command line is refused before it comes to that.
-    """
-    # Looked up by name: an extra, and only drawing needs it.
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-
-    cases = record["cases"]
-    heights = [max(2.6, 0.8 + 0.26 * sum("skipped" not in method for method in case["methods"])) for case in cases]
-    figure, axes = pyplot.subplots(
-        len(cases), 2, figsize=(11, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    for case, row in zip(cases, axes, strict=True):
-        for direction, axis in zip(DIRECTIONS, row, strict=True):
-            ran = [method for method in case["methods"] if direction in method]
-            bars = axis.barh([m["name"] for m in ran], [m[direction]["ms"] for m in ran])
-            ratios = [m[direction]["ratio_to_ideal"] for m in ran]
-            axis.bar_label(bars, ["" if r is None else f"{r:.2f}x ideal" for r in ratios], padding=3, fontsize=8)
-            axis.invert_yaxis()
-            axis.margins(x=0.25)
-            axis.set_xlabel("ms")
-            axis.set_title(f"{case['shape']['name']}, {case['rows']} rows a rank: {direction}", fontsize=9)
-    figure.suptitle(f"{record['ranks']} x {record['device']}, torch {record['versions']['torch']}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return _number(None if value is None else value / 1e6, 2)

@@ -39,7 +39,7 @@ def run_case(case: Case, names: tuple[str, ...], repeats: int, check: bool) -> d
     inputs = [probe, *(Inputs(case, i) for i in range(1, input_sets(environment.device, set_bytes)))]
     wanted = expected(probe) if check else None
     contestants, records = [], []
-    for kind in kinds_for(case, names):
+    for kind in kinds_for(case.shape, case.extras, names):
         method, reason = _first_run(kind, case, probe)
         if method is None:
             records.append({"name": kind.name, "skipped": reason})

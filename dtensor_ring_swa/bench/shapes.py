@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.window import UNLIMITED, Window
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,16 @@ class Shape:
         if not 0.0 <= self.softcap < float("inf"):
             raise ValueError(f"shape {self.name!r}: softcap must be >= 0, got {self.softcap}")
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether the window has no limit on some side."""
+        return UNLIMITED in self.window
+
+    @property
+    def lopsided(self) -> bool:
+        """Whether the window is unlimited on one side only, so that contiguous shards have unequal work."""
+        return (self.window.left == UNLIMITED) != (self.window.right == UNLIMITED)
+
     def __str__(self) -> str:
         width = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         cap = f", softcap {self.softcap:g}" if self.softcap else ""
@@ -72,7 +82,7 @@ def _global(shape: Shape) -> Shape:
     return replace(shape, name=f"{shape.name}-global", window=Window.causal())
 
 
-_NO_SINKS = "the model's learned sinks are left out"
+NO_SINKS = "the model's learned sinks are left out"
 
 _ALL = (
     _causal("mistral-7b", 32, 8, 128, 4096),
@@ -82,23 +92,33 @@ _ALL = (
     _causal("gemma-3-4b", 8, 4, 256, 1024),
     _causal("gemma-3-12b", 16, 8, 256, 1024),
     _causal("gemma-3-27b", 32, 16, 128, 1024),
-    _causal("gpt-oss", 64, 8, 64, 128, note=_NO_SINKS),
+    _causal("gpt-oss", 64, 8, 64, 128, note=NO_SINKS),
     _causal("phi-3-mini", 32, 32, 96, 2047),
     Shape("modernbert-base", 12, 12, 64, 64, Window(64, 64)),
     _causal("command-r7b", 32, 8, 128, 4096),
     _causal("olmo-3-7b", 32, 32, 128, 4096),
     _causal("ministral-8b", 32, 8, 128, 32768),
-    Shape("mimo-v2-flash", 64, 8, 192, 128, Window.tokens(128), note=_NO_SINKS),
+    Shape("mimo-v2-flash", 64, 8, 192, 128, Window.tokens(128), note=NO_SINKS),
     _causal("cwm-32b", 48, 8, 128, 8192),
     _causal("exaone-4-32b", 40, 8, 128, 4096),
 )
 
 _LOCAL = {shape.name: shape for shape in _ALL}
 
-# Layers without a window, of models that also have layers with one; the heads are the same.
-_GLOBAL = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "gpt-oss", "olmo-3-7b")
+# Layers without a window, of models that also have layers with one; the heads are the same, but for MiMo's keys.
+_GLOBAL = (
+    "gemma-2-2b",
+    "gemma-2-9b",
+    "gemma-2-27b",
+    "gemma-3-4b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "gpt-oss",
+    "olmo-3-7b",
+)
+_ALL_GLOBAL = (*(_global(_LOCAL[name]) for name in _GLOBAL), _global(replace(_LOCAL["mimo-v2-flash"], kv_heads=4)))
 
-SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in (_global(_LOCAL[name]) for name in _GLOBAL)}
+SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in _ALL_GLOBAL}
 
 
 def _hybrid(name: str, local: int, of_all: int) -> tuple[Shape, Shape]:

@@ -20,8 +20,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor_ring_swa.bench.case import Case
+from dtensor_ring_swa.bench.extras import Extras
 from dtensor_ring_swa.bench.inputs import Inputs
 from dtensor_ring_swa.bench.methods import Differentiated, Given, Gradients
+from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.window import Window
 
 _NEEDED = (
@@ -41,9 +43,9 @@ class TorchRing(Differentiated):
     rotate: ClassVar[str]
 
     @classmethod
-    def suits(cls, case: Case) -> bool:
+    def suits(cls, shape: Shape, extras: Extras) -> bool:
         """SDPA has no window."""
-        return case.shape.window in (Window.causal(), Window.full())
+        return shape.window in (Window.causal(), Window.full())
 
     @classmethod
     def gap(cls, case: Case) -> str | None:

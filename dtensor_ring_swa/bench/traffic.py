@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtensor_ring_swa.bench.laps import Laps, laps_of, make_laps
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.choice import choose_exchange
-from dtensor_ring_swa.deal import make_deal
+from dtensor_ring_swa.layout import runs
+from dtensor_ring_swa.packing import Boundaries
 from dtensor_ring_swa.plan import Plan
 from dtensor_ring_swa.planning import make_plan
-from dtensor_ring_swa.ring import Ring, balanced_layout, make_ring
+from dtensor_ring_swa.ring import balanced_layout, make_ring
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Traffic:
         seq_len: Tokens of the whole sequence.
         ranks: Size of the group.
         rank: This rank.
+        boundaries: Where packed documents begin and end; None for one document.
+        sink_tokens: First tokens of each document that all of it sees.
     """
 
     shape: Shape
@@ -42,29 +46,35 @@ class Traffic:
     seq_len: int
     ranks: int
     rank: int
+    boundaries: Boundaries | None = None
+    sink_tokens: int = 0
 
     @property
     def compute_layout(self) -> str:
         """The layout in which keys pass by."""
         if self.layout != "contiguous":
             return self.layout
-        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window)
+        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window, self.boundaries)
 
     @property
     def is_ring(self) -> bool:
         """Whether whole shards pass by, rather than a halo being held."""
-        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window)
+        packed = self.boundaries is not None
+        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window, packed)
         return choice.exchange == "ring"
 
     @property
-    def ring(self) -> Ring:
+    def laps(self) -> Laps:
         """This rank's part in the ring."""
-        return make_ring(self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window)
+        place = self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window
+        if self.boundaries or self.sink_tokens:
+            return laps_of(make_ring(*place, self.boundaries, self.sink_tokens))
+        return make_laps(*place)
 
     @property
     def plan(self) -> Plan:
         """This rank's part with a halo."""
-        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window)
+        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window, self.boundaries, self.sink_tokens)
 
     @property
     def key_row(self) -> int:
@@ -91,10 +101,8 @@ class Traffic:
         if not self.is_ring:
             returned = sum(map(len, self.plan.sends))
             return self.plan.received_rows * self.key_row * sizes.own, returned * self.key_row * sizes.grad
-        ring = self.ring
-        fetched = ring.received_rows * self.key_row * sizes.own
-        home = sum(len(step.target) for step in ring.steps[1:] if step.target is not None)
-        return fetched, fetched + home * self.key_row * sizes.grad
+        fetched = self.laps.received_rows * self.key_row * sizes.own
+        return fetched, fetched + self.laps.returned_rows * self.key_row * sizes.grad
 
     def dealt(self, sizes: Sizes) -> tuple[int, int]:
         """What moves to another layout and back, if anything does."""
@@ -106,7 +114,8 @@ class Traffic:
         return there * inputs + back * (out + lse), there * (inputs + 2 * out + lse) + back * inputs
 
     def _moved(self, old: str, new: str) -> int:
-        """Rows that come from other ranks."""
-        takes = make_deal(old, new, self.seq_len, self.ranks, self.rank).takes
-        parts = [part for peer, slices in enumerate(takes) if peer != self.rank for part in slices]
-        return sum(len(range(part.start, part.stop, part.step or 1)) for part in parts)
+        """Rows that come from other ranks: all but those that this one holds in either layout, one being contiguous."""
+        before, after = (runs(layout, self.seq_len, self.ranks, self.rank) for layout in (old, new))
+        whole, parts = (before, after) if old == "contiguous" else (after, before)
+        kept = sum(len(part.within(run.start, run.stop)[1]) for run in whole for part in parts)
+        return sum(map(len, after)) - kept
