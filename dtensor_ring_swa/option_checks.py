@@ -14,6 +14,8 @@ from dtensor_ring_swa.window import MOST_TOKENS
 
 _P = ParamSpec("_P")
 
+# The least and the largest bound on scores. Beyond them, kernels that compute in float32 would multiply 0 and infinity.
+_CAPS = 1e-30, 1e30
 # Integers above it cannot become floats.
 _LARGEST = torch.finfo(torch.float64).max
 
@@ -46,9 +48,12 @@ def check_options(
 
 
 def check_factors(softcap: float, scale: float | None) -> None:
-    """Raise ValueError unless both are finite numbers that a float can hold, and ``softcap`` is not negative."""
-    if not isinstance(softcap, (int, float)) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"softcap must be a positive finite number, or 0.0 for none, got {_number(softcap)}")
+    """Raise ValueError unless ``scale`` is a finite number, and ``softcap`` one that float32 can divide by, or 0.0."""
+    least, most = _CAPS
+    if not isinstance(softcap, (int, float)) or not (softcap == 0.0 or least <= softcap <= most):
+        raise ValueError(
+            f"softcap must be a positive number from {least:g} to {most:g}, or 0.0 for none, got {_number(softcap)}"
+        )
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= _LARGEST):
         raise ValueError(f"scale must be a finite number, or None for head_dim ** -0.5, got {_number(scale)}")
 

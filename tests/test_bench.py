@@ -466,7 +466,7 @@ def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> 
         (["--simulate-ranks", "2", "--tflops", "1", "0"], "two positive rates"),
         (["--from", "x.json"], "it needs --plot"),
         (["--from", "no/such/file.json", "--plot", "x.png"], "there is no file"),
-        (["--shape", "gpt-oss", "--softcap", "-1"], "softcap must be >= 0"),
+        (["--shape", "gpt-oss", "--softcap", "-1"], "softcap must be a positive number"),
         (["--rows", "0"], "--rows must be at least 1"),
         (["--simulate-ranks", "0"], "--simulate-ranks must be at least 1"),
         (["--tokens", "8"], "--tokens is for --simulate-ranks"),

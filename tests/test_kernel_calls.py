@@ -187,6 +187,7 @@ SINK_TOKENS = Call.of(make_plan(1200, 1, 0, (3, 0), sink_tokens=20).blocks)
 CONFIGURATIONS = (
     Problem(NOTHING, "float32", 1, 1, 2, 8, 8, sinks=True),
     Problem(NOTHING, "float32", 2, 2, 1, 20, 7, softcap=2.0, strided=True),
+    Problem(NOTHING, "float32", 1, 1, 2, 8, 8, softcap=1e30),
     Problem(NOTHING, "float16", 1, 2, 4, 64, 64, sinks=True),
     Problem(NOTHING, "float16", 2, 1, 3, 40, 64, softcap=2.0, sinks=True),
     Problem(NOTHING, "bfloat16", 1, 1, 8, 64, 64, sinks=True, strided=True),

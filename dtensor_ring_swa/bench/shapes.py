@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from dtensor_ring_swa.option_checks import check_factors
 from dtensor_ring_swa.window import UNLIMITED, Window
 
 
@@ -49,8 +50,7 @@ class Shape:
                 f"shape {self.name!r}: {self.q_heads} query heads are not a multiple of {self.kv_heads} "
                 "key/value heads; pass --kv-heads"
             )
-        if not 0.0 <= self.softcap < float("inf"):
-            raise ValueError(f"shape {self.name!r}: softcap must be >= 0, got {self.softcap}")
+        check_factors(self.softcap, None)
 
     @property
     def unlimited(self) -> bool:
