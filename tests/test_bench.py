@@ -255,6 +255,19 @@ def test_hybrid_model_adds_up_its_layers(pools: Pools, tmp_path: Path) -> None:
     assert "gemma-3-4b-hybrid, attention of all layers, added up: 29 x gemma-3-4b, 5 x gemma-3-4b-global" in printed
 
 
+def test_hybrid_models_have_all_their_layers() -> None:
+    counts = {name.removesuffix("-hybrid"): tuple(shape.layers for shape in kinds) for name, kinds in HYBRIDS.items()}
+    assert counts == {
+        "gemma-2-2b": (13, 13), "gemma-2-9b": (21, 21), "gemma-2-27b": (23, 23), "gemma-3-4b": (29, 5),
+        "gemma-3-12b": (40, 8), "gemma-3-27b": (52, 10), "gpt-oss-20b": (12, 12), "gpt-oss-120b": (18, 18),
+        "command-r7b": (24, 8), "olmo-3-7b": (24, 8), "cwm-32b": (48, 16), "exaone-4-32b": (48, 16),
+        "modernbert-base": (14, 8),
+    }  # fmt: skip
+    for local, of_all in HYBRIDS.values():
+        assert not local.unlimited and of_all.window == (Window.full() if "bert" in local.name else Window.causal())
+        assert (local.q_heads, local.kv_heads, local.head_dim) == (of_all.q_heads, of_all.kv_heads, of_all.head_dim)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_kernel_is_asked_what_ring_attention_asks_it(shape: Shape) -> None:
     # Else "auto" would time another kernel than ring_attention takes, as it did for windows of 127.
@@ -560,7 +573,8 @@ def test_shapes_have_the_published_figures(name: str) -> None:
 
 
 LIMITED_SHAPES, UNLIMITED_SHAPES = (
-    [name for name, shape in SHAPES.items() if (shape.window == Window.causal()) is wanted] for wanted in (False, True)
+    [name for name, shape in SHAPES.items() if shape.unlimited is wanted and shape.window != Window.full()]
+    for wanted in (False, True)
 )
 
 

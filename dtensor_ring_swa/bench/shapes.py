@@ -105,37 +105,41 @@ _ALL = (
 
 _LOCAL = {shape.name: shape for shape in _ALL}
 
-# Layers without a window, of models that also have layers with one; the heads are the same, but for MiMo's keys.
-_GLOBAL = (
-    "gemma-2-2b",
-    "gemma-2-9b",
-    "gemma-2-27b",
-    "gemma-3-4b",
-    "gemma-3-12b",
-    "gemma-3-27b",
-    "gpt-oss",
-    "olmo-3-7b",
-)
-_ALL_GLOBAL = (*(_global(_LOCAL[name]) for name in _GLOBAL), _global(replace(_LOCAL["mimo-v2-flash"], kv_heads=4)))
-
-SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in _ALL_GLOBAL}
-
-
-def _hybrid(name: str, local: int, of_all: int) -> tuple[Shape, Shape]:
-    """Both kinds of layer of one model, with how many it has of each."""
-    return (
-        replace(SHAPES[name], layers=local),
-        replace(SHAPES[f"{name}-global"], layers=of_all),
-    )
-
-
-# Layers of both kinds: every 6th of 34 is global, every 2nd of 24 and of 36, every 4th of 32.
-HYBRIDS: dict[str, tuple[Shape, Shape]] = {
-    "gemma-3-4b-hybrid": _hybrid("gemma-3-4b", 29, 5),
-    "gpt-oss-20b-hybrid": _hybrid("gpt-oss", 12, 12),
-    "gpt-oss-120b-hybrid": _hybrid("gpt-oss", 18, 18),
-    "olmo-3-7b-hybrid": _hybrid("olmo-3-7b", 24, 8),
+# Models that also have layers without a window: their name there, their layers, and every which one is of that kind.
+# MiMo's have fewer key heads, and how many there are of its 48 layers is not known here.
+_INTERLEAVED = {
+    "gemma-2-2b": ("gemma-2-2b", 26, 2),
+    "gemma-2-9b": ("gemma-2-9b", 42, 2),
+    "gemma-2-27b": ("gemma-2-27b", 46, 2),
+    "gemma-3-4b": ("gemma-3-4b", 34, 6),
+    "gemma-3-12b": ("gemma-3-12b", 48, 6),
+    "gemma-3-27b": ("gemma-3-27b", 62, 6),
+    "gpt-oss-20b": ("gpt-oss", 24, 2),
+    "gpt-oss-120b": ("gpt-oss", 36, 2),
+    "command-r7b": ("command-r7b", 32, 4),
+    "olmo-3-7b": ("olmo-3-7b", 32, 4),
+    "cwm-32b": ("cwm-32b", 64, 4),
+    "exaone-4-32b": ("exaone-4-32b", 64, 4),
 }
+_GLOBAL = [_global(_LOCAL[name]) for name, _, _ in _INTERLEAVED.values()]
+_GLOBAL += [
+    _global(replace(_LOCAL["mimo-v2-flash"], kv_heads=4)),
+    replace(_LOCAL["modernbert-base"], name="modernbert-base-global", window=Window.full()),
+]
+
+SHAPES: dict[str, Shape] = _LOCAL | {shape.name: shape for shape in _GLOBAL}
+
+
+def _hybrid(name: str, layers: int, without: int) -> tuple[Shape, Shape]:
+    """Both kinds of layer of one model, with how many it has of each, ``without`` of them without a window."""
+    return replace(SHAPES[name], layers=layers - without), replace(SHAPES[f"{name}-global"], layers=without)
+
+
+HYBRIDS: dict[str, tuple[Shape, Shape]] = {
+    f"{model}-hybrid": _hybrid(name, layers, layers // every) for model, (name, layers, every) in _INTERLEAVED.items()
+}
+# Its first layer has no window, nor has every third one after it.
+HYBRIDS["modernbert-base-hybrid"] = _hybrid("modernbert-base", 22, 8)
 
 
 def find(name: str) -> tuple[Shape, ...]:
