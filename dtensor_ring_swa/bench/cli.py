@@ -62,11 +62,10 @@ def _without_ranks(options: Options) -> int:
     return _write(lambda: write_json(path, record)) if (path := options.json) else 0
 
 
-def _write(*steps: Callable[[], None]) -> int:
-    """Do what writes files; 2 if one could not be written."""
+def _write(write: Callable[[], None]) -> int:
+    """Write a file; 2 if it could not be written."""
     try:
-        for step in steps:
-            step()
+        write()
     except (ImportError, OSError, ValueError, RuntimeError) as problem:
         return _refused(problem)
     return 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from dtensor_ring_swa.bench.laps import Laps, laps_of, make_laps
 from dtensor_ring_swa.bench.shapes import Shape
-from dtensor_ring_swa.choice import choose_exchange
+from dtensor_ring_swa.geometry import Geometry
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.packing import Boundaries
 from dtensor_ring_swa.plan import Plan
-from dtensor_ring_swa.planning import make_plan
-from dtensor_ring_swa.ring import balanced_layout, make_ring
 
 
 @dataclass(frozen=True)
@@ -49,32 +48,35 @@ class Traffic:
     boundaries: Boundaries | None = None
     sink_tokens: int = 0
 
+    @cached_property
+    def geometry(self) -> Geometry:
+        """What ``ring_attention`` makes of the call."""
+        return Geometry(
+            self.shape.window, self.sink_tokens, self.layout, self.load_balance, "auto", self.seq_len, self.ranks,
+            self.rank,
+        )  # fmt: skip
+
     @property
     def compute_layout(self) -> str:
         """The layout in which keys pass by."""
-        if self.layout != "contiguous":
-            return self.layout
-        return balanced_layout(self.load_balance, self.seq_len, self.ranks, self.shape.window, self.boundaries)
+        return self.geometry.compute_layout(self.boundaries)
 
     @property
     def is_ring(self) -> bool:
         """Whether whole shards pass by, rather than a halo being held."""
-        packed = self.boundaries is not None
-        choice = choose_exchange("auto", self.compute_layout, self.seq_len, self.ranks, self.shape.window, packed)
-        return choice.exchange == "ring"
+        return self.geometry.is_ring(self.compute_layout, self.boundaries is not None)
 
     @property
     def laps(self) -> Laps:
         """This rank's part in the ring."""
-        place = self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window
         if self.boundaries or self.sink_tokens:
-            return laps_of(make_ring(*place, self.boundaries, self.sink_tokens))
-        return make_laps(*place)
+            return laps_of(self.geometry.ring(self.compute_layout, self.boundaries))
+        return make_laps(self.compute_layout, self.seq_len, self.ranks, self.rank, self.shape.window)
 
     @property
     def plan(self) -> Plan:
         """This rank's part with a halo."""
-        return make_plan(self.seq_len, self.ranks, self.rank, self.shape.window, self.boundaries, self.sink_tokens)
+        return self.geometry.plan(self.boundaries)
 
     @property
     def key_row(self) -> int:
