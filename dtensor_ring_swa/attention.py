@@ -14,12 +14,9 @@ from dtensor_ring_swa.call_checks import Checked, CuSeqlens, check_call
 from dtensor_ring_swa.checks import FACTS, check_documents, facts_of
 from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
-from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.option_checks import check_options, check_seq_len
-from dtensor_ring_swa.prepare import Names
-from dtensor_ring_swa.window import Window
-
-WindowLike = Window | tuple[int | None, int | None]
+from dtensor_ring_swa.option_checks import check_seq_len
+from dtensor_ring_swa.options import read_options
+from dtensor_ring_swa.window import WindowLike, sides_of
 
 
 @overload
@@ -128,11 +125,12 @@ def ring_attention(
     q, k, v = cast_inputs(q, k, v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     error: Exception | None = None
-    checked = Checked(seq_len)
+    options, checked = None, Checked(seq_len)
     try:
-        window = Window.of(window)
-        check_name(kernel)
-        check_options(layout, load_balance, exchange, sink_tokens, softcap, scale)
+        left, right = sides_of(window)
+        options = read_options(
+            left, right, kernel, layout, load_balance, exchange, deterministic, sink_tokens, softcap, scale
+        )  # fmt: skip
         check_seq_len(seq_len)
         checked = check_call(q, k, v, sinks, cu_seqlens, mesh, group, seq_len)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
@@ -143,11 +141,14 @@ def ring_attention(
         if packed:
             error.add_note("q, k and v of [T, H, D] are taken as [1, T, H, D]; dims are counted there")
     if group is not None and checked.seq_len is None and group.size() > 1:
-        options = (kernel, scale, softcap, deterministic, layout, load_balance, exchange)
-        facts = () if error else facts_of(q, k, v, sinks, checked.documents, Window.of(window), sink_tokens, *options)
+        facts: tuple[int, ...] = ()
+        if options is not None and error is None:
+            asked = (scale, softcap, *options.names)
+            facts = facts_of(q, k, v, sinks, checked.documents, options.window, sink_tokens, *asked)
         checked = checked._replace(seq_len=agree(group, FACTS, facts, error))
     if error is not None:
         raise error
+    assert options is not None
     seq_len = q.shape[1] if checked.seq_len is None else checked.seq_len
     if checked.documents is not None:
         check_documents(checked.documents, q.shape[0], seq_len)
@@ -155,11 +156,10 @@ def ring_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Other tracers make lengths symbolic, too: such a graph is for all lengths.
     in_graph = torch.compiler.is_compiling() or isinstance(seq_len, torch.SymInt)
-    names = Names(kernel, layout, load_balance, exchange, deterministic, checked.assumed, in_graph)
-    window = Window.of(window)
+    text = options.names._replace(assumed=checked.assumed, in_graph=True).text if in_graph else options.text
     # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
-    tokens = [window.left, window.right, sink_tokens, seq_len]
-    out, lse, _ = attention(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], names.text, checked.place)
+    tokens = [options.window.left, options.window.right, sink_tokens, seq_len]
+    out, lse, _ = attention(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], text, checked.place)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out

@@ -43,6 +43,9 @@ class Rows(NamedTuple):
 
     def unpack(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message of ``rows`` rows, as views."""
+        if self.head_dim == self.v_head_dim:
+            k, v = message.view(2, self.batch, rows, self.kv_heads, self.head_dim).unbind()
+            return k, v
         heads = self.batch * rows * self.kv_heads
         k, v = message.split_with_sizes([heads * self.head_dim, heads * self.v_head_dim])
         return (

@@ -38,6 +38,10 @@ class KeyRows:
         if len(parts) == 1:
             return parts[0]
         ks, vs = zip(*parts, strict=True)
+        if self.shape.head_dim == self.shape.v_head_dim:
+            # One copy in place of two: where calls are short, starting it takes a host longer than the copy a device.
+            k, v = torch.cat((*ks, *vs), dim=1).chunk(2, dim=1)
+            return k, v
         return torch.cat(ks, dim=1), torch.cat(vs, dim=1)
 
     def _rows(self, piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

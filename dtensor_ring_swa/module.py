@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dtensor_ring_swa.attention import WindowLike, ring_attention
+from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.call_checks import CuSeqlens
-from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.option_checks import check_options
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.options import read_options
+from dtensor_ring_swa.window import WindowLike, sides_of
 
 
 class RingAttention(nn.Module):
@@ -46,9 +45,11 @@ class RingAttention(nn.Module):
         sink_tokens: int = 0,
     ) -> None:
         super().__init__()
-        check_name(kernel)
-        check_options(layout, load_balance, exchange, sink_tokens, softcap, scale)
-        self.window = Window.of(window)
+        left, right = sides_of(window)
+        options = read_options(
+            left, right, kernel, layout, load_balance, exchange, deterministic, sink_tokens, softcap, scale
+        )  # fmt: skip
+        self.window = options.window
         self.scale = scale
         self.softcap = softcap
         self.kernel = kernel

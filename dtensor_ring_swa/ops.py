@@ -17,7 +17,8 @@ from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.groups import agree_on_rows, exchange_group, resolve_group
 from dtensor_ring_swa.library import below_autograd, define, differentiate
-from dtensor_ring_swa.prepare import Names, kept_rows, prepare
+from dtensor_ring_swa.options import Names
+from dtensor_ring_swa.prepare import kept_rows, prepare
 
 
 def _attention(

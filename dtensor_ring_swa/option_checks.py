@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from dtensor_ring_swa.layout import LAYOUTS
 from dtensor_ring_swa.window import MOST_TOKENS
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # The least and the largest bound on scores. Beyond them, kernels that compute in float32 would multiply 0 and infinity.
 _CAPS = 1e-30, 1e30
@@ -20,24 +21,25 @@ _CAPS = 1e-30, 1e30
 _LARGEST = torch.finfo(torch.float64).max
 
 
-def once(check: Callable[_P, None]) -> Callable[_P, None]:
-    """Let what has passed a check pass again without it. What cannot be looked up is checked anew."""
-    passed: Callable[..., None] = lru_cache(maxsize=1024, typed=True)(check)
+def once(check: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let what has passed a check pass again without it, with the same result.
+
+    What cannot be looked up is checked anew.
+    """
+    passed: Callable[..., _R] = lru_cache(maxsize=1024, typed=True)(check)
 
     @wraps(check)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if torch.compiler.is_compiling():
-            check(*args, **kwargs)
-            return
-        try:
-            passed(*args, **kwargs)
-        except TypeError:
-            check(*args, **kwargs)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.compiler.is_compiling():
+            try:
+                return passed(*args, **kwargs)
+            except TypeError:
+                pass
+        return check(*args, **kwargs)
 
     return run
 
 
-@once
 def check_options(
     layout: str, load_balance: str, exchange: str, sink_tokens: int, softcap: float, scale: float | None
 ) -> None:

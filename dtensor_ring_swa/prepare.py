@@ -9,50 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.geometry import Geometry
 from dtensor_ring_swa.kernels import Kernel, Request, choose
+from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.schedule import Schedule, schedule_of
 from dtensor_ring_swa.window import Window
-
-
-class Names(NamedTuple):
-    """What a caller asks for by name, as one argument of the ops.
-
-    ``assumed`` says that the length of the sequence was taken from equal shards, which the ranks have yet to compare;
-    ``in_graph`` that a graph is being traced, which a cache may serve to other ranks, or which is for other lengths as
-    well: then no size may be of this rank alone.
-
-    A dispatcher that converts each argument, and autograd that wraps them, take time for each: so the ops have few.
-    """
-
-    kernel: str
-    layout: str
-    load_balance: str
-    exchange: str
-    deterministic: bool
-    assumed: bool = False
-    in_graph: bool = False
-
-    @property
-    def text(self) -> str:
-        """The argument."""
-        gradients = "deterministic" if self.deterministic else "any"
-        length = "assumed" if self.assumed else "known"
-        return " ".join((*self[:4], gradients, length, "graph" if self.in_graph else "eager"))
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def of(text: str) -> Names:
-        """Read the argument."""
-        kernel, layout, load_balance, exchange, gradients, length, place = text.split()
-        return Names(
-            kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed", place == "graph"
-        )
 
 
 @dataclass(frozen=True)

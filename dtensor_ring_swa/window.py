@@ -43,21 +43,18 @@ class Window:
         return iter((self.left, self.right))
 
     @classmethod
-    def of(cls, window: Window | tuple[int | None, int | None] | list[int | None]) -> Window:
+    def of(cls, window: WindowLike) -> Window:
         """Read ``window=`` as users write it: a pair whose ``None`` means unlimited, or a Window.
 
         Raises:
             ValueError: If it is anything else, a bare integer included: whether ``w`` counts the
                 query itself differs between libraries, so the caller has to say.
         """
-        if isinstance(window, cls):
-            return window
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ValueError(
-                f"window must be a pair (left, right) of tokens or a Window, got {window!r}; for a "
-                "causal window of n keys, the query's own included, use Window.tokens(n)"
-            )
-        left, right = window
+        return window if isinstance(window, cls) else cls.of_sides(*sides_of(window))
+
+    @classmethod
+    def of_sides(cls, left: int | None, right: int | None) -> Window:
+        """Read two sides, of which None is unlimited, too."""
         return cls(UNLIMITED if left is None else left, UNLIMITED if right is None else right)
 
     @classmethod
@@ -115,3 +112,22 @@ class Window:
             seq_len if self.left == UNLIMITED else min(self.left, seq_len),
             seq_len if self.right == UNLIMITED else min(self.right, seq_len),
         )
+
+
+WindowLike = Window | tuple[int | None, int | None] | list[int | None]
+
+
+def sides_of(window: WindowLike) -> tuple[int | None, int | None]:
+    """The two sides of what users write as ``window=``, not looked at yet.
+
+    Raises:
+        ValueError: If it is neither a pair nor a Window.
+    """
+    if isinstance(window, Window):
+        return window.left, window.right
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(
+            f"window must be a pair (left, right) of tokens or a Window, got {window!r}; for a "
+            "causal window of n keys, the query's own included, use Window.tokens(n)"
+        )
+    return window[0], window[1]

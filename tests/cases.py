@@ -216,3 +216,9 @@ def supported(case: Case) -> Case:
 
 def mesh_ranks(case: Case) -> int:
     return math.prod(case.mesh)
+
+
+def gpu_ranks(least: int) -> int:
+    """How many ranks to run on this machine's GPUs, which they share where there are fewer; 0 without a GPU."""
+    gpus = min(torch.cuda.device_count(), 8)
+    return max(gpus, least) if gpus else 0

@@ -37,8 +37,9 @@ from dtensor_ring_swa.bench.torch_ring import TorchCudnnAllToAll, TorchFlashAllG
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.kernels import __main__ as capabilities
+from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.planning import _make_plan, make_plan
-from dtensor_ring_swa.prepare import Names, prepare
+from dtensor_ring_swa.prepare import prepare
 from dtensor_ring_swa.ring import imbalance, make_ring
 from dtensor_ring_swa.testing import RankPool
 from dtensor_ring_swa.window import Window

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 from dtensor_ring_swa import Documents, make_plan, ring_attention
 from dtensor_ring_swa.ops import attention, attention_backward
-from dtensor_ring_swa.prepare import Names
+from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.testing import RankPool
 
 import cases

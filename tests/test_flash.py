@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_documents import cases as documents_and_sinks
 from test_kernel_calls import CONFIGURATIONS, Problem, calls, label
 from test_kernel_calls import errors as errors_of_call
 
@@ -21,6 +20,7 @@ from dtensor_ring_swa.testing import RankPool
 
 import flash_stand_in
 from cases import Case, errors, mesh_ranks
+from test_documents import cases as documents_and_sinks
 
 Pools = Callable[[int], RankPool]
 # Learned sinks go to the package in float32.

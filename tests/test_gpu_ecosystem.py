@@ -27,11 +27,11 @@ import test_plans
 import test_sdpa
 import test_sinks_in_models
 import test_train
-from cases import Case, apart, supported
+from cases import Case, apart, gpu_ranks, supported
 from forms import FORMS, attend, case_of, cp_mesh, from_whole, inputs
 
 DEVICE = "cuda"
-RANKS = min(torch.cuda.device_count(), 8)
+RANKS = gpu_ranks(least=2)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs CUDA")]
 
 Pools = Callable[[int], RankPool]

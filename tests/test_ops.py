@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dtensor_ring_swa import ring_attention
 from dtensor_ring_swa.ops import attention, attention_backward
-from dtensor_ring_swa.prepare import Names
+from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.testing import RankPool
 
 from cases import Case, errors, expected, mesh_of

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring_swa.attention import WindowLike, ring_attention
+from dtensor_ring_swa.attention import ring_attention
 from dtensor_ring_swa.integrations.sdpa_call import SDPACall, has_sharded_sequence
 from dtensor_ring_swa.integrations.sdpa_recompute import RecomputeWatch
 from dtensor_ring_swa.kernels import check_name
 from dtensor_ring_swa.option_checks import check_layout
-from dtensor_ring_swa.window import Window
+from dtensor_ring_swa.window import Window, WindowLike
 
 __all__ = ["RingSDPA", "ring_sdpa"]
 

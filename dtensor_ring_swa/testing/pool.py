@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -34,7 +35,8 @@ class RankPool:
 
     Args:
         ranks: How many.
-        backend: ``"gloo"``, or one with ``"nccl"`` in it, for one GPU a rank.
+        backend: ``"gloo"``, or one with ``"nccl"`` in it. Where there are fewer GPUs than ranks, ranks share them:
+            for tests of what is right, not of how fast.
         timeout: Seconds after which a case counts as hung.
 
     Example:
@@ -123,7 +125,7 @@ def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) ->
     """One rank: answer cases until the pipe closes."""
     torch.set_num_threads(1)
     if "nccl" in backend:
-        torch.cuda.set_device(rank)
+        _take_gpu(rank, ranks)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
     )
@@ -137,3 +139,13 @@ def _serve(rank: int, ranks: int, backend: str, store: str, pipe: Connection) ->
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+def _take_gpu(rank: int, ranks: int) -> None:
+    """Let this process use its GPU, which it may share."""
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % gpus)
+    if ranks > gpus:
+        # NCCL refuses two ranks of one host on one GPU, and this is the name it knows a host by: each GPU has one
+        # rank of each of several hosts. Seen on NCCL 2.28.
+        os.putenv("NCCL_HOSTID", f"host {rank // gpus}")
