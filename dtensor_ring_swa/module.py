@@ -65,19 +65,21 @@ class RingAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        scale: float | None = None,
         sinks: torch.Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
     ) -> torch.Tensor:
         """Attend: q ``[B, S, Hq, D]``, k ``[B, S, Hkv, D]``, v ``[B, S, Hkv, Dv]`` to ``[B, S, Hq, Dv]``.
 
-        ``sinks`` and ``cu_seqlens`` go to ``ring_attention`` as they are.
+        ``sinks`` and ``cu_seqlens`` go to ``ring_attention`` as they are; so does ``scale``, in place of the module's
+        own.
         """
         return ring_attention(
             q,
             k,
             v,
             window=self.window,
-            scale=self.scale,
+            scale=self.scale if scale is None else scale,
             softcap=self.softcap,
             sinks=sinks,
             sink_tokens=self.sink_tokens,
