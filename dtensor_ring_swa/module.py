@@ -65,9 +65,9 @@ class RingAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        scale: float | None = None,
         sinks: torch.Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attend: q ``[B, S, Hq, D]``, k ``[B, S, Hkv, D]``, v ``[B, S, Hkv, Dv]`` to ``[B, S, Hq, Dv]``.
 

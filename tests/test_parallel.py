@@ -492,7 +492,7 @@ def test_what_cannot_be_applied_raises_when_applied(pools: Pools) -> None:
     want = [
         "ContextParallel on RingAttention: the mesh has the axes ('dp', 'context') and none is named 'cp'",
         "none is named 'sequence'",
-        "there is no input 'query'; forward takes q, k, v, sinks, cu_seqlens",
+        "there is no input 'query'; forward takes q, k, v, sinks, cu_seqlens, scale",
         "there is no input 3",
         "seq_dim=2, but q, k and v are [B, S, H, D]",
         "names an input twice",
