@@ -18,7 +18,7 @@ from dtensor_ring_swa.option_checks import check_factors
 from dtensor_ring_swa.window import Window
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """What a call says apart from its tensors, read as ``ring_attention`` reads it."""
 
     window: Window
@@ -74,7 +74,7 @@ def attend(
     q_BSHD: torch.Tensor,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
-    options: Options,
+    options: CallOptions,
     *,
     layout: str = "contiguous",
     load_balance: str = "auto",
@@ -107,7 +107,7 @@ def local_boundaries(cu_seqlens: torch.Tensor, name: str, **tensors: torch.Tenso
     return documents
 
 
-def agree_on_call(options: Options, documents: Documents | None, *tensors: torch.Tensor) -> int:
+def agree_on_call(options: CallOptions, documents: Documents | None, *tensors: torch.Tensor) -> int:
     """Let the ranks compare their q, k, v ``[T_local, H, D]``, options and boundaries.
 
     Calls of ``ring_attention`` with a ``seq_len`` then need not.

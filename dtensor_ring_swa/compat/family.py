@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor_ring_swa.compat.common import Options, default_group, flash_window, refusing_together
+from dtensor_ring_swa.compat.common import CallOptions, default_group, flash_window, refusing_together
 
 # What each form takes first, and what all take last.
 FORMS = {"func": ("q", "k", "v"), "kvpacked_func": ("q", "kv"), "qkvpacked_func": ("qkv",)}
@@ -91,7 +91,7 @@ def _make_form(
         with refusing_together(group):
             window = flash_window(said["window_size"], said["causal"], said["dropout_p"], said["alibi_slopes"])
             q, k, v = (part for name in names for part in _parts(name, said[name], packed))
-        options = Options(window, said["softmax_scale"], said["deterministic"], group)
+        options = CallOptions(window, said["softmax_scale"], said["deterministic"], group)
         out, lse = attend(q, k, v, options, *(said[name] for name in between))
         return (out, lse, None) if said["return_attn_probs"] else out
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring_swa.compat.common import (
-    Options,
+    CallOptions,
     agree_on_call,
     attend,
     local_boundaries,
@@ -69,7 +69,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 
 def _attend(
-    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGE: torch.Tensor, options: Options, cu_seqlens_q: torch.Tensor,
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGE: torch.Tensor, options: CallOptions, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None, heads_k_stride: int,
     local_k_slice: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

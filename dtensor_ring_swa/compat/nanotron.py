@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.compat.common import (
-    Options,
+    CallOptions,
     attend,
     default_group,
     flash_window,
@@ -80,7 +80,7 @@ def ring_flash_attn_varlen_func(
         window = flash_window(window_size, causal, dropout, alibi_slopes)
         batch, rows = _batch_and_rows(q, k, v, cu_seqlens, max_seqlen)
     q, k, v = (x.reshape(batch, rows, *x.shape[1:]) for x in (q, k, v))
-    out, lse = attend(q, k, v, Options(window, scaling, deterministic, group))
+    out, lse = attend(q, k, v, CallOptions(window, scaling, deterministic, group))
     out = out.flatten(0, 1)
     return ((out, lse.transpose(0, 1).flatten(1), None),) if return_attn_probs else (out,)
 

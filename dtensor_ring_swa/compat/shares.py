@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from dtensor_ring_swa.compat.common import (
-    Options,
+    CallOptions,
     agree_on_call,
     attend,
     local_boundaries,
@@ -27,7 +27,7 @@ def attend_shares(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
     v_TGE: torch.Tensor,
-    options: Options,
+    options: CallOptions,
     cu_seqlens: torch.Tensor,
     max_seqlen: int | None,
     *,
