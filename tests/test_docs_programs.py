@@ -217,7 +217,7 @@ def hugging_face(code: str) -> None:
     from transformers import MistralConfig
 
     (own_loss,) = (block.program for block in blocks("python") if "num_items_in_batch" in block.code)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    sizes: Names = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 5}  # fmt: skip
     batch = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
     names: Names = {"F": F, "dp": 2, "cp": 2, "config": MistralConfig(**sizes), "batch": batch}
