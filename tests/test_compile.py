@@ -267,6 +267,26 @@ def test_otherwise_attention_on_unequal_shards_runs_eagerly(pools: Pools) -> Non
     assert pools(2).run(compiled_refusal, "dtensor", None, {}, False) == ["right"] * 2
 
 
+def graphs_around_unequal_shards(form: str, seq_len: int | None) -> list[list[str]]:
+    """What is called in the graphs of a call between other operations."""
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(sorted({str(node.target) for node in graph.graph.nodes if node.op.startswith("call")}))
+        return graph
+
+    function = compile_anew(between(attend(form, case_of(7), seq_len)), fullgraph=False, backend=backend)
+    assert distance(form, case_of(7), function) < TOLERANCE
+    return found
+
+
+@pytest.mark.parametrize(("form", "seq_len"), [("dtensor", None), ("plain", 7)])
+def test_no_part_of_attention_on_unequal_shards_is_in_a_graph(pools: Pools, form: str, seq_len: int | None) -> None:
+    for found in pools(2).run(graphs_around_unequal_shards, form, seq_len):
+        assert len(found) == 2, found
+        assert all("built-in function" in target or target in ("mul", "transpose") for part in found for target in part)
+
+
 def test_other_refusals_can_be_read_as_well(pools: Pools) -> None:
     for said in pools(2).run(compiled_refusal, "dtensor", None, {"window": (-2, 0)}, True):
         assert "window left must be >= 0 tokens" in said.splitlines()[1]

@@ -379,6 +379,14 @@ def places_here() -> torch.Tensor:
     return positions(mesh_here(), 26)[None]
 
 
+def call_of_two_with_one_configuration() -> None:
+    """The second model takes the first one's attention away: they share what names it."""
+    model = model_of("mistral")
+    hf.attach(model, mesh_here())
+    transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
+    model(tokens_of(1, 13))
+
+
 REFUSED: dict[str, Callable[..., None]] = {
     "NotImplementedError: an attention_mask that hides tokens": lambda: call(attention_mask=padded_on_one_rank()),
     "NotImplementedError: an attention_mask that hides": lambda: call_in_context(
@@ -454,6 +462,9 @@ REFUSED: dict[str, Callable[..., None]] = {
     ),
     "NotImplementedError: Lfm2ForCausalLM mixes tokens in model.layers.0.conv.conv": lambda: call_of(
         "Lfm2ForCausalLM", transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    ),
+    "ValueError: the configuration of an attached model now names the attention ['eager']": (
+        call_of_two_with_one_configuration
     ),
     "ValueError: mesh must have one axis": lambda: hf.attach(model_of("mistral"), mesh_of((2, 2), ("dp", "cp"))),
 }

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,19 +174,3 @@ def test_errors_of_a_call_say_the_modules_name_and_shapes_on_every_rank(pools: P
         assert said.startswith(
             f"layers.1.core (RingAttention) got 0: {shape}, 1: {shape}, v: {shape}: shards of [3, 5]"
         )
-
-
-README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-
-
-def printed_by(code: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(code, {})
-    return output.getvalue()
-
-
-def test_the_readmes_plan_does_what_it_says(pools: Pools) -> None:
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "ColwiseParallel()" in block)
-    code, end = code.rsplit("\n", 2)[0], code.rsplit("\n", 2)[1]
-    assert end == "torch.distributed.destroy_process_group()"  # the pool's, which lives on
-    assert all(float(difference) < 1e-15 for difference in pools(4).run(printed_by, code))

@@ -98,16 +98,16 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
     detach(model)
     register()
     model.set_attn_implementation(NAME)
-    names = {module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)}
-    if names != {NAME}:
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if others := _other_attention(configs):
         raise NotImplementedError(
-            f"{type(model).__name__} keeps the attention {sorted(map(str, names - {NAME}))}; use a model that takes "
-            "it from transformers' AttentionInterface"
+            f"{type(model).__name__} keeps the attention {others}; use a model that takes it from transformers' "
+            "AttentionInterface"
         )
     entered: list[Token[Scope | None]] = []
 
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        here, given = _shard_of(module, mesh, signature, args, kwargs)
+        here, given = _shard_of(module, mesh, signature, configs, args, kwargs)
         entered.append(scope.set(here))
         return (), given
 
@@ -128,6 +128,11 @@ def detach(model: PreTrainedModel) -> None:
         handle.remove()
 
 
+def _other_attention(configs: list[Any]) -> list[str]:
+    """The attention other than ours that these configurations name."""
+    return sorted({str(config._attn_implementation) for config in configs} - {NAME})
+
+
 def _by_name(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,6 +149,7 @@ def _shard_of(
     model: PreTrainedModel,
     mesh: DeviceMesh | ProcessGroup | None,
     signature: inspect.Signature,
+    configs: list[Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Scope, dict[str, Any]]:
@@ -162,6 +168,11 @@ def _shard_of(
                 f"[B, S_local, hidden], got a {type(tokens).__name__} {list(tokens.shape)}"
             )
         batch, rows = tokens.shape[:2]
+        if others_named := _other_attention(configs):
+            raise ValueError(
+                f"the configuration of an attached model now names the attention {others_named}, which would see this "
+                "rank's shard alone; give each model a configuration of its own (copy.deepcopy), then attach again"
+            )
         _check_call(model, given)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         error = problem
