@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,6 +14,7 @@ from dtensor_ring_swa.call_checks import Checked, CuSeqlens, check_call
 from dtensor_ring_swa.checks import FACTS, check_documents, facts_of
 from dtensor_ring_swa.dtensor import attention
 from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.library import out_of_graphs
 from dtensor_ring_swa.option_checks import check_seq_len
 from dtensor_ring_swa.options import read_options
 from dtensor_ring_swa.window import WindowLike, sides_of
@@ -156,24 +155,14 @@ def ring_attention(
         check_documents(checked.documents, q.shape[0], seq_len)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tracing = torch.compiler.is_compiling()
     # Other tracers make lengths symbolic, too: such a graph is for all lengths.
-    # Without this module nothing is compiled, and it takes a second to import.
-    run = attention if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules else _untraced()
-    in_graph = torch.compiler.is_compiling() or isinstance(seq_len, torch.SymInt)
+    in_graph = tracing or isinstance(seq_len, torch.SymInt)
     text = options.names._replace(assumed=checked.assumed, in_graph=True).text if in_graph else options.text
     # Named one by one: Dynamo of torch 2.11 cannot unpack a window.
     tokens = [options.window.left, options.window.right, sink_tokens, seq_len]
+    run = attention if tracing else out_of_graphs(attention)
     out, lse, _ = run(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], text, checked.place)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
-
-
-@cache
-def _untraced() -> Any:
-    """The op for eager calls.
-
-    After a graph break Dynamo lets a call run, and traces the functions that it calls: what is to stay out of a
-    graph, such as unequal shards, would be in one after all.
-    """
-    return torch.compiler.disable(lambda *args: attention(*args))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,3 +43,18 @@ def differentiate(op: OpOverload, function: type[torch.autograd.Function], tenso
         return below_autograd(op, *args)
 
     _LIBRARY.impl(op, run, "Autograd")
+
+
+def out_of_graphs(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The op for calls that Dynamo does not trace.
+
+    After a graph break it lets the call run that it cannot trace, and traces what that calls: what is to stay out of
+    its graphs, such as unequal shards, would be in one after all.
+    """
+    # Without this module nothing is traced, and it takes a second to import.
+    return _disabled(op) if "torch._dynamo" in sys.modules else op
+
+
+@lru_cache
+def _disabled(op: OpOverload) -> Any:
+    return torch.compiler.disable(lambda *args: op(*args))
