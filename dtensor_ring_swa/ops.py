@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.agreement import agree_on_rows
 from dtensor_ring_swa.autocast import without_autocast
 from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.exchange import Rows
-from dtensor_ring_swa.groups import agree_on_rows, exchange_group, resolve_group
+from dtensor_ring_swa.groups import exchange_group, resolve_group
 from dtensor_ring_swa.library import below_autograd, define, differentiate
 from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.prepare import kept_rows, prepare

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.dtensor import wrap
-from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.option_checks import check_layout, check_seq_len
 
