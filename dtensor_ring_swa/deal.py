@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.device import Beside
+from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.layout import Run, runs
 from dtensor_ring_swa.plan import Transfer

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.device import Beside
 from dtensor_ring_swa.exchange import fetch_halo, return_halo
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.device import Beside
+from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.exchange import Exchange, Rows, pack
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_

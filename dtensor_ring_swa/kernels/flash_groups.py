@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from dtensor_ring_swa.block import Block, Call
-from dtensor_ring_swa.device import kept, to_device
+from dtensor_ring_swa.device import cached_per_stream, to_device
 from dtensor_ring_swa.kernels.flash_band import FlashWindow
 
 
@@ -38,7 +38,7 @@ class Group:
         return len(self.q_lens) > 1
 
 
-@kept(256)
+@cached_per_stream(256)
 def boundaries_on(group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each block's queries and keys begin, and the last ones end: int32, ready on the device."""
     q_starts, k_starts = (to_device([0, *accumulate(lengths)], device) for lengths in (group.q_lens, group.k_lens))
