@@ -14,8 +14,8 @@ import torch
 
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.exchange import Rows, pack
 from dtensor_ring_swa.plan import Plan, Transfer
+from dtensor_ring_swa.wire import RowShape, pack
 
 
 class KeyRows:
@@ -29,7 +29,7 @@ class KeyRows:
     """
 
     def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
-        self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), Rows.of(k_BSGD, v_BSGE)
+        self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), RowShape.of(k_BSGD, v_BSGE)
         self.messages = self.shape.messages(halo, plan.receives)
 
     def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 from dtensor_ring_swa.agreement import agree_on_rows
 from dtensor_ring_swa.autocast import without_autocast
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.exchange import Rows
 from dtensor_ring_swa.groups import exchange_group, resolve_group
 from dtensor_ring_swa.library import below_autograd, define, differentiate
 from dtensor_ring_swa.options import Names
 from dtensor_ring_swa.prepare import kept_rows, prepare
+from dtensor_ring_swa.wire import RowShape
 
 
 def _attention(
@@ -191,4 +191,4 @@ def _empty_results(
     batch, rows, heads, _ = q_BSHD.shape
     out = q_BSHD.new_empty(batch, rows, heads, v_BSGE.shape[3])
     lse = q_BSHD.new_empty(batch, heads, rows, dtype=torch.promote_types(q_BSHD.dtype, torch.float32))
-    return out, lse, k_BSGD.new_empty(Rows.of(k_BSGD, v_BSGE).numel(kept_rows))
+    return out, lse, k_BSGD.new_empty(RowShape.of(k_BSGD, v_BSGE).numel(kept_rows))

@@ -8,11 +8,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.beside import Beside
-from dtensor_ring_swa.exchange import Exchange, Rows, pack
+from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
 from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.ring import Ring, Step
+from dtensor_ring_swa.wire import RowShape, pack
 
 
 def rotate_forward(
@@ -69,7 +70,7 @@ def rotate_backward(
     wide, partial = lse_BHS.dtype, kernel.grad_dtype(k_BSGD.dtype)
     contiguous = torch.contiguous_format  # As the op says while torch.compile traces, whatever the inputs are.
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=contiguous) for x in (q_BSHD, k_BSGD, v_BSGE))
-    shape = Rows.of(k_BSGD, v_BSGE)
+    shape = RowShape.of(k_BSGD, v_BSGE)
     way_home = _Homecoming(shape, dk, dv)
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
         shares = [torch.empty_like(x, dtype=partial) for x in (k, v)]
@@ -98,7 +99,7 @@ class _Homecoming:
     float32 by the owner.
     """
 
-    def __init__(self, shape: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def __init__(self, shape: RowShape, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self._shape, self._totals = shape, (dk, dv)
         self._under_way: tuple[Exchange, Beside, Transfer | None] | None = None
 
@@ -127,7 +128,7 @@ def _passing_keys(
     ring: Ring, group: ProcessGroup | None, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor
 ) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
     """Each step with its keys and values; those of the next are under way meanwhile."""
-    shape = Rows.of(k_BSGD, v_BSGE)
+    shape = RowShape.of(k_BSGD, v_BSGE)
     packed: tuple[tuple[int, int], torch.Tensor] | None = None
     own = ring.steps[0].source
     k, v = (x[:, own.start : own.stop] if own else x[:, :0] for x in (k_BSGD, v_BSGE))
