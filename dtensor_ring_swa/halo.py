@@ -106,7 +106,7 @@ def halo_backward(
     """
     dq = torch.empty_like(q_BSHD, memory_format=torch.contiguous_format)
     keys, calls = KeyRows(plan, k_BSGD, v_BSGE, halo), _Calls.of(plan, q_BSHD, v_BSGE)
-    grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
+    grads = KeyGradients(keys, kernel.partial_dtype(k_BSGD.dtype))
 
     # What runs at the same time must not add to the same numbers.
     boundary_dsinks_H = torch.zeros_like(dsinks_H) if dsinks_H is not None and calls.boundary else None

@@ -34,7 +34,7 @@ def rotate_forward(
         if step.call is None:
             continue
         rows = step.call.rows
-        part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.grad_dtype(out_BSHE.dtype))
+        part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.partial_dtype(out_BSHE.dtype))
         part_lse = torch.empty_like(lse_BHS[:, :, rows])
         kernel.forward(request, q_BSHD[:, rows], k, v, step.call, part, part_lse)
         if step is ring.steps[0]:
@@ -67,7 +67,7 @@ def rotate_backward(
     With the joint out and lse, each call's gradients are its exact share. The share of a shard's dk
     and dv goes home to its owner while the next step is computed.
     """
-    wide, partial = lse_BHS.dtype, kernel.grad_dtype(k_BSGD.dtype)
+    wide, partial = lse_BHS.dtype, kernel.partial_dtype(k_BSGD.dtype)
     contiguous = torch.contiguous_format  # As the op says while torch.compile traces, whatever the inputs are.
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=contiguous) for x in (q_BSHD, k_BSGD, v_BSGE))
     shape = RowShape.of(k_BSGD, v_BSGE)

@@ -48,7 +48,7 @@ class RowShape(NamedTuple):
 def pack(k_BnGD: torch.Tensor, v_BnGE: torch.Tensor) -> torch.Tensor:
     """One message of these rows, contiguous."""
     if k_BnGD.shape == v_BnGE.shape:
-        # The same numbers in the same order, by one operator in place of three. It is one copy more where the inputs have
-        # a memory format that stack keeps, such as torch.channels_last.
+        # The same numbers in the same order, by one operator in place of three; one more copy where stack keeps the
+        # memory format of the inputs, such as torch.channels_last.
         return torch.stack((k_BnGD, v_BnGE)).contiguous()
     return torch.cat((k_BnGD.flatten(), v_BnGE.flatten()))

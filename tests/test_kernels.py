@@ -61,7 +61,7 @@ def check(name: str, dtype: str, band: Band, sizes: dict[str, int], softcap: flo
     out, dq = (torch.full_like(x, float("nan")) for x in (dout, q))
     wide = torch.promote_types(torch_dtype, torch.float32)
     lse = torch.full((sizes["b"], heads, sizes["m"]), float("nan"), device=DEVICE, dtype=wide)
-    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.grad_dtype(torch_dtype)) for x in (k, v))
+    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.partial_dtype(torch_dtype)) for x in (k, v))
     call = Call.single(sizes["m"], sizes["n"], band)
     kernel.forward(request, q, k, v, call, out, lse)
     kernel.backward(request, dout, q, k, v, out, lse, call, dq, dk, dv)
@@ -252,11 +252,11 @@ def test_fused_merge_equals_the_definition(width: int, dtype: torch.dtype) -> No
 def test_auto_takes_triton_for_narrow_windows_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS.values():
         monkeypatch.setattr(kernel, "supports", lambda request: None)
-    narrow = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 1.0, reach=127)
+    narrow = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 1.0, neighbours=127)
     chosen = [
         choose("auto", request).NAME
         for request in (
-            narrow, replace(narrow, reach=129), replace(narrow, reach=None), replace(narrow, v_head_dim=128),
+            narrow, replace(narrow, neighbours=129), replace(narrow, neighbours=None), replace(narrow, v_head_dim=128),
             replace(narrow, device=torch.device("cpu")),
         )
     ]  # fmt: skip

@@ -54,5 +54,6 @@ def _by_speed(request: Request) -> list[Kernel]:
     if request.device.type != "cuda":
         # Triton's interpreter, which serves other devices, is for tests.
         return [kernel for kernel in KERNELS.values() if kernel.NAME != "triton"]
-    narrow = request.reach is not None and request.reach <= 128 and max(request.head_dim, request.v_head_dim) <= 64
+    near = request.neighbours is not None and request.neighbours <= 128
+    narrow = near and max(request.head_dim, request.v_head_dim) <= 64
     return sorted(KERNELS.values(), key=lambda kernel: not (narrow and kernel.NAME == "triton"))

@@ -38,8 +38,8 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 and writes in the inputs' dtype."""
     return dtype
 
 
@@ -89,8 +89,8 @@ def _backward(
         target.copy_(grad[..., : target.shape[-1]])
 
 
-forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), grad_dtype)
-backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)), grad_dtype)
+forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), partial_dtype)
+backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)), partial_dtype)
 
 
 def _width(request: Request) -> int:

@@ -36,8 +36,8 @@ def supports(request: Request) -> str | None:
     return missing()
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 and writes in the inputs' dtype."""
     return dtype
 
 
@@ -175,8 +175,8 @@ def _varlen(packed: Group | None, device: torch.device) -> dict[str, Any]:
 
 _forward_by_block = forward_by_block(forward_on_bands(_forward))
 _backward_by_block = backward_by_block(backward_on_bands(_backward))
-forward = forward_by_layer(_forward_layer, grad_dtype)
-backward = backward_by_layer(_backward_layer, grad_dtype)
+forward = forward_by_layer(_forward_layer, partial_dtype)
+backward = backward_by_layer(_backward_layer, partial_dtype)
 
 
 def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:

@@ -43,8 +43,8 @@ def supports(request: Request) -> str | None:
     return _cannot_build()
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 over all blocks and heads, and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 over all blocks and heads, and writes in the inputs' dtype."""
     return dtype
 
 
