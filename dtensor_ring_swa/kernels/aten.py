@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
     forward_on_bands,
     padded,
 )
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "aten"

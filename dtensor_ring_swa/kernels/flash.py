@@ -8,11 +8,12 @@ import torch
 
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import FlashWindow, backward_on_bands, forward_on_bands, padded
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.kernels.flash_launch import start_forward
 from dtensor_ring_swa.kernels.flash_package import capability, interface, missing
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "flash"

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "reference"
