@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton
+from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton, triton_package
 from dtensor_ring_swa.kernels.flash_band import _pieces
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.merge import merge_
@@ -175,13 +175,13 @@ def test_triton_without_the_package_or_a_gpu() -> None:
     assert "needs a GPU" in str(triton.supports(request))
     assert "not torch.float64" in str(triton.supports(replace(request, dtype=torch.float64)))
     assert "head dims from 1 to 256, got 64 and 257" in str(triton.supports(replace(request, v_head_dim=257)))
-    for cache in (triton._missing, triton._programs):
+    for cache in (triton_package.missing, triton_package.programs):
         cache.cache_clear()
     try:
         with mock.patch.dict(sys.modules, {"dtensor_ring_swa.kernels.triton_kernels": None}):
             assert "needs triton (pip install 'dtensor-ring-swa[triton]')" in str(triton.supports(request))
     finally:
-        for cache in (triton._missing, triton._programs):
+        for cache in (triton_package.missing, triton_package.programs):
             cache.cache_clear()
 
 
