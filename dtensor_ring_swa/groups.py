@@ -48,8 +48,10 @@ def refuse_outsider(mesh: object) -> None:
     )
 
 
-def resolve_group(name: str) -> ProcessGroup:
-    """The process group of this name: how a group travels through a registered op's schema."""
+def resolve_group(name: str) -> ProcessGroup | None:
+    """The process group of this name, as a group travels through an op's schema; None for no name."""
+    if not name:
+        return None
     # Private, and the only way from name to group; seen on torch 2.11, 2.13 and 2.15.
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
