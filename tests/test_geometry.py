@@ -34,7 +34,7 @@ ORDER = (
     "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
     "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton_package", "kernels.triton", "kernels",
     "kernels.__main__", "option_checks", "options", "halo", "rotate", "schedule", "prepare", "autocast", "on_shard",
-    "library", "ops", "sharding", "heads", "dtensor", "cu_seqlens", "documents", "document_starts", "checks",
+    "library", "ops", "sharding", "heads", "dtensor", "cu_seqlens", "documents", "document_starts", "facts", "checks",
     "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs", "parallel.joint", "parallel.lengths",
     "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
