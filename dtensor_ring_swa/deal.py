@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.layout import Run, runs
-from dtensor_ring_swa.plan import Transfer
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,14 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
     """
     new = [x.new_empty(x.shape[0], moves.rows, *x.shape[2:]) for x in tensors]
     peers = [peer for peer in range(len(moves.gives)) if peer != moves.rank]
-    sends = {p: _pack(tensors, moves.gives[p]) for p in peers if moves.gives[p]}
-    receives = {p: tensors[0].new_empty(_numel(new, moves.takes[p])) for p in peers if moves.takes[p]}
-    exchange = Exchange(
-        group,
-        [(Transfer(peer, 0, message.numel()), message) for peer, message in sends.items()],
-        [(Transfer(peer, 0, message.numel()), message) for peer, message in receives.items()],
-    )
+    sends = [(p, _pack(tensors, moves.gives[p])) for p in peers if moves.gives[p]]
+    receives = [(p, tensors[0].new_empty(_numel(new, moves.takes[p]))) for p in peers if moves.takes[p]]
+    exchange = Exchange(group, sends, receives)
     beside = Beside(tensors[0].device)
     for here, there in zip(moves.gives[moves.rank], moves.takes[moves.rank], strict=True):
         for old_x, new_x in zip(tensors, new, strict=True):
             new_x[:, there] = old_x[:, here]
-    for peer, message in zip(receives, beside.finish(exchange.wait), strict=True):
+    for (peer, _), message in zip(receives, beside.finish(exchange.wait), strict=True):
         parts = [x[:, rows] for rows in moves.takes[peer] for x in new]
         for part, flat in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(flat.view(part.shape))

@@ -7,7 +7,7 @@ copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,10 @@ class Exchange:
     def __init__(
         self,
         group: ProcessGroup | None,
-        sends: Iterable[Message],
-        receives: Iterable[Message],
+        sends: Sequence[Message],
+        receives: Sequence[Message],
     ) -> None:
-        self._group, self._sends, self._receives = group, list(sends), list(receives)
+        self._group, self._sends, self._receives = group, sends, receives
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
         filled = [message for _, message in (*self._sends, *self._receives) if message.numel()]
@@ -68,7 +68,7 @@ def fetch_halo(
     group: ProcessGroup | None,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
-    messages: Sequence[torch.Tensor],
+    receives: Sequence[Message],
 ) -> Exchange:
     """Send the neighbours the rows that they reach, and receive those that we reach.
 
@@ -77,16 +77,16 @@ def fetch_halo(
         group: The group to exchange on, of the context-parallel ranks; None on one device.
         k_BSGD: This rank's keys.
         v_BSGE: This rank's values.
-        messages: Room for each neighbour's rows, in the order of ``plan.receives``.
+        receives: Room for each neighbour's rows, in the order of ``plan.receives``.
     """
-    sends = [pack(cut(k_BSGD, t.rows), cut(v_BSGE, t.rows)) for t in plan.sends]
-    return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, messages, strict=True))
+    sends = [(t.peer, pack(cut(k_BSGD, t.rows), cut(v_BSGE, t.rows))) for t in plan.sends]
+    return Exchange(group, sends, receives)
 
 
 def return_halo(
     plan: Plan,
     group: ProcessGroup | None,
-    grads: Sequence[torch.Tensor],
+    grads: Sequence[Message],
     new_message: Callable[[int], torch.Tensor],
 ) -> Exchange:
     """The transpose of ``fetch_halo``: the halo's gradients go to its owners, ours come home.
@@ -100,5 +100,5 @@ def return_halo(
     Returns:
         The exchange; its messages are gradients of the shard's rows, in the order of ``plan.sends``.
     """
-    homecoming = [new_message(len(t)) for t in plan.sends]
-    return Exchange(group, zip(plan.receives, grads, strict=True), zip(plan.sends, homecoming, strict=True))
+    homecoming = [(t.peer, new_message(len(t))) for t in plan.sends]
+    return Exchange(group, grads, homecoming)

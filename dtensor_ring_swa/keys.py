@@ -14,6 +14,7 @@ import torch
 
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
+from dtensor_ring_swa.messages import Message
 from dtensor_ring_swa.plan import Plan, Transfer
 from dtensor_ring_swa.wire import RowShape, pack
 
@@ -50,7 +51,8 @@ class KeyRows:
             k, v = self.local
         else:
             index = piece - (piece > shard)
-            k, v = self.shape.unpack(self.messages[index], len(self.plan.receives[index]))
+            _, message = self.messages[index]
+            k, v = self.shape.unpack(message, len(self.plan.receives[index]))
         return cut(k, rows), cut(v, rows)
 
     def overlaps(self, call: Call) -> tuple[tuple[int, slice], ...]:
@@ -100,9 +102,10 @@ class KeyGradients:
                 self._messages[piece] = pack(*part)
             start = stop
 
-    def messages(self) -> list[torch.Tensor]:
+    def messages(self) -> list[Message]:
         """The halo's gradients, one message a neighbour, in the order of ``plan.receives``."""
-        return [self._messages[piece] for piece in sorted(self._messages)]
+        pieces = zip(self._keys.plan.receives, sorted(self._messages), strict=True)
+        return [(transfer.peer, self._messages[piece]) for transfer, piece in pieces]
 
     def new_message(self, rows: int) -> torch.Tensor:
         """Room for a neighbour's gradients of ``rows`` of our rows."""

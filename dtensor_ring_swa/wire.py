@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from dtensor_ring_swa.messages import Message
 from dtensor_ring_swa.plan import Transfer
 
 
@@ -28,9 +29,9 @@ class RowShape(NamedTuple):
         """Elements of ``rows`` rows of K and V."""
         return rows * self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
 
-    def messages(self, buffer: torch.Tensor, transfers: Sequence[Transfer]) -> list[torch.Tensor]:
-        """The part of a flat buffer of rows that holds each transfer's message."""
-        return [buffer[self.numel(t.start) : self.numel(t.stop)] for t in transfers]
+    def messages(self, buffer: torch.Tensor, transfers: Sequence[Transfer]) -> list[Message]:
+        """Each transfer's message, as the part of a flat buffer of rows that holds it."""
+        return [(t.peer, buffer[self.numel(t.start) : self.numel(t.stop)]) for t in transfers]
 
     def unpack(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message of ``rows`` rows, as views."""

@@ -28,7 +28,7 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 # Every import points to the left. A new module takes its place here.
 ORDER = (
     "window", "layout", "band", "packing", "block", "visible", "choice", "plan", "planning", "ring", "groups",
-    "agreement", "cut", "wire", "messages", "exchange", "beside", "device", "deal", "geometry", "keys", "merge_triton",
+    "agreement", "cut", "messages", "wire", "exchange", "beside", "device", "deal", "geometry", "keys", "merge_triton",
     "merge", "kernels.request", "kernels.blocks", "kernels.layers", "kernels.reference", "kernels.flash_band",
     "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten", "kernels.flash_calls",
     "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
