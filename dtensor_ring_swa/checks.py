@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.option_checks import once
+from dtensor_ring_swa.once import once
 
 
 class _Kind(NamedTuple):

@@ -23,6 +23,7 @@ class Deal:
     """For each rank in turn, which of our rows go to it and where its rows come to lie.
 
     Attributes:
+        rank: This rank.
         gives: Slices of the rows in the old layout, by receiving rank.
         takes: Slices of the rows in the new layout, by giving rank, in the giver's order.
         rows: Rows in the new layout.
@@ -61,6 +62,9 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
         moves: Where rows go.
         group: The ranks that share the sequence.
         *tensors: Tensors with their rows on dim 1.
+
+    Returns:
+        The tensors with the rows of the new layout, which other ranks held in the old one.
     """
     new = [x.new_empty(x.shape[0], moves.rows, *x.shape[2:]) for x in tensors]
     peers = [peer for peer in range(len(moves.gives)) if peer != moves.rank]

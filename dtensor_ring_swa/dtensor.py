@@ -28,7 +28,11 @@ class _Shards:
     """The unwrapped call: shards, and how to wrap the results.
 
     Attributes:
+        how: How q, k and v lie on the mesh.
+        mesh: Their mesh.
+        heads: The part of replicated k and v that this rank uses; None where it uses all that it holds.
         locals: q, k and v of this rank, then its sinks and the documents of its batch rows, if any.
+        group_name: The group that shares the sequence; empty if this rank holds all of it.
     """
 
     how: Sharding

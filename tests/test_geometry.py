@@ -33,10 +33,10 @@ ORDER = (
     "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten", "kernels.flash_calls",
     "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
     "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton_package", "kernels.triton", "kernels",
-    "kernels.__main__", "option_checks", "options", "halo", "rotate", "schedule", "prepare", "autocast", "on_shard",
-    "library", "ops", "sharding", "heads", "dtensor", "cu_seqlens", "documents", "document_starts", "facts", "checks",
-    "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs", "parallel.joint", "parallel.lengths",
-    "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
+    "kernels.__main__", "once", "option_checks", "options", "halo", "rotate", "schedule", "prepare", "autocast",
+    "on_shard", "library", "ops", "sharding", "heads", "dtensor", "cu_seqlens", "documents", "document_starts", "facts",
+    "checks", "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs", "parallel.joint",
+    "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")
