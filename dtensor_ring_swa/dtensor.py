@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dtensor_ring_swa.heads import KeyHeads, SinkHeads, check_sinks
+from dtensor_ring_swa.heads import KeyHeads
 from dtensor_ring_swa.layout import shard
+from dtensor_ring_swa.learned_sinks import SinkHeads, check_sinks
 from dtensor_ring_swa.ops import attention, attention_backward
 from dtensor_ring_swa.sharding import Sharding, ThisMesh, check_dtensors
 

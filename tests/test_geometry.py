@@ -34,9 +34,9 @@ ORDER = (
     "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
     "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton_package", "kernels.triton", "kernels",
     "kernels.__main__", "once", "option_checks", "options", "halo", "rotate", "schedule", "prepare", "autocast",
-    "on_shard", "library", "ops", "sharding", "heads", "dtensor", "cu_seqlens", "documents", "document_starts", "facts",
-    "checks", "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs", "parallel.joint",
-    "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
+    "on_shard", "library", "ops", "sharding", "heads", "learned_sinks", "dtensor", "cu_seqlens", "documents",
+    "document_starts", "facts", "checks", "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs",
+    "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")
