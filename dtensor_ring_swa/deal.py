@@ -96,6 +96,7 @@ def _meetings(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[slice, slice
     for a in old:
         new_start = 0
         for b in new:
+            # One of the two has step 1, so what they share are positions of the other.
             step = max(a.step, b.step)
             origin = a.start if a.step == step else b.start
             first, stop = max(a.start, b.start), min(a.stop, b.stop)

@@ -25,12 +25,12 @@ _OPERATIONS, _BYTES = 5e8, 3e6
 class _Calls(NamedTuple):
     """The kernel calls of a plan: those that need not wait for what comes, and those that do.
 
-    ``beside`` says whether what waits should be queued beside the others, or simply come first or last.
+    ``overlap`` says whether what waits should be queued ``Beside`` the others, or simply come first or last.
     """
 
     interior: tuple[Call, ...]
     boundary: tuple[Call, ...]
-    beside: bool
+    overlap: bool
 
     @classmethod
     def of(cls, plan: Plan, q_BSHD: torch.Tensor, v_BSGE: torch.Tensor) -> _Calls:
@@ -75,8 +75,8 @@ def halo_forward(
         # must not differ from run to run.
         cut(halo, slice(received, halo.numel()), 0).zero_()
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, keys.messages)
-    beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.beside)
-    if not calls.beside:
+    beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.overlap)
+    if not calls.overlap:
         exchange.post()
     compute(calls.interior)
     with beside:
@@ -121,11 +121,11 @@ def halo_backward(
             )
             grads.add(call, buffers)
 
-    beside = Beside(q_BSHD.device, needed=group is not None and calls.beside)
+    beside = Beside(q_BSHD.device, needed=group is not None and calls.overlap)
     with beside:
         compute(calls.boundary, boundary_dsinks_H)
         exchange = return_halo(plan, group, grads.messages(), grads.new_message)
-    if not calls.beside:
+    if not calls.overlap:
         exchange.post()
     compute(calls.interior, dsinks_H)
     returned = beside.finish(exchange.wait)

@@ -88,7 +88,7 @@ def _make_plan(
 
 @dataclass(frozen=True)
 class _Needs:
-    """Which positions of other ranks any rank sees: sinks, left halo and right halo."""
+    """Which positions on other ranks each rank sees."""
 
     seq_len: int
     ranks: int
@@ -97,10 +97,11 @@ class _Needs:
     sink_tokens: int
 
     def of(self, rank: int) -> tuple[Run, Run, Run]:
-        """Only the documents that straddle the shard's two ends have tokens elsewhere."""
+        """Sinks, left halo and right halo of a rank; all empty if it has no tokens."""
         mine, (reach_left, reach_right) = shard(self.seq_len, self.ranks, rank), self.window.reach(self.seq_len)
         if not len(mine):
             return mine, mine, mine
+        # Only the documents at the shard's two ends have tokens elsewhere.
         first, _ = document_at(self.boundaries, mine.start)
         _, last = document_at(self.boundaries, mine.stop - 1)
         left = Run(max(first, mine.start - reach_left), mine.start)
