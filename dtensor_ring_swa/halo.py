@@ -131,5 +131,5 @@ def halo_backward(
     returned = beside.finish(exchange.wait)
     if dsinks_H is not None and boundary_dsinks_H is not None:
         dsinks_H += boundary_dsinks_H
-    dk, dv = grads.total(plan.sends, returned)
+    dk, dv = grads.total(returned)
     return dq, dk, dv
