@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from dtensor_ring_swa.kernels import aten, flash, reference, triton
 from dtensor_ring_swa.kernels.request import Kernel, Request
 
+
+def _by_name(*kernels: Kernel) -> dict[str, Kernel]:
+    return {kernel.NAME: kernel for kernel in kernels}
+
+
 # In the order of preference for kernel="auto".
-KERNELS: dict[str, Kernel] = {k.NAME: k for k in (cast(Kernel, module) for module in (flash, aten, triton, reference))}
+KERNELS = _by_name(flash, aten, triton, reference)
 
 __all__ = ["KERNELS", "Kernel", "Request", "able_kernels", "check_name", "choose"]
 

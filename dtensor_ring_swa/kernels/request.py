@@ -43,7 +43,10 @@ class Kernel(Protocol):
     tensors they are given, which may be row slices of larger ones.
     """
 
-    NAME: str
+    @property
+    def NAME(self) -> str:
+        """What ``kernel=`` calls it."""
+        ...
 
     def supports(self, request: Request) -> str | None:
         """None, or why the request cannot be served here and what can."""
