@@ -9,11 +9,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.autocast import cast_inputs
 from dtensor_ring_swa.call_checks import Checked, CuSeqlens, check_call
-from dtensor_ring_swa.checks import FACTS, check_documents, facts_of
+from dtensor_ring_swa.checks import check_documents
 from dtensor_ring_swa.dtensor import attention
-from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.facts import FACTS, facts_of
+from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.library import out_of_graphs
 from dtensor_ring_swa.option_checks import check_seq_len
 from dtensor_ring_swa.options import read_options

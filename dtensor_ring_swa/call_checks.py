@@ -20,7 +20,7 @@ from dtensor_ring_swa.checks import (
 )
 from dtensor_ring_swa.cu_seqlens import on_host
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.heads import check_sinks
+from dtensor_ring_swa.learned_sinks import check_sinks
 from dtensor_ring_swa.sharding import check_dtensors, place_of
 
 CuSeqlens = torch.Tensor | Documents | Sequence[Sequence[int]] | Sequence[torch.Tensor] | Sequence[int]

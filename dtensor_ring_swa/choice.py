@@ -8,6 +8,7 @@ from dtensor_ring_swa.layout import chunk_length
 from dtensor_ring_swa.window import UNLIMITED, Window
 
 EXCHANGES = ("auto", "halo", "ring")
+# The most shards that a halo may hold: of a window without limit on some side, and of a limited one.
 _UNLIMITED_SHARDS, _LIMITED_SHARDS = 2, 8
 
 

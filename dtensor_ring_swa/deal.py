@@ -13,10 +13,9 @@ from functools import lru_cache
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.device import Beside
+from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.layout import Run, runs
-from dtensor_ring_swa.plan import Transfer
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Deal:
     """For each rank in turn, which of our rows go to it and where its rows come to lie.
 
     Attributes:
+        rank: This rank.
         gives: Slices of the rows in the old layout, by receiving rank.
         takes: Slices of the rows in the new layout, by giving rank, in the giver's order.
         rows: Rows in the new layout.
@@ -62,21 +62,20 @@ def deal(moves: Deal, group: ProcessGroup, *tensors: torch.Tensor) -> list[torch
         moves: Where rows go.
         group: The ranks that share the sequence.
         *tensors: Tensors with their rows on dim 1.
+
+    Returns:
+        The tensors with the rows of the new layout, which other ranks held in the old one.
     """
     new = [x.new_empty(x.shape[0], moves.rows, *x.shape[2:]) for x in tensors]
     peers = [peer for peer in range(len(moves.gives)) if peer != moves.rank]
-    sends = {p: _pack(tensors, moves.gives[p]) for p in peers if moves.gives[p]}
-    receives = {p: tensors[0].new_empty(_numel(new, moves.takes[p])) for p in peers if moves.takes[p]}
-    exchange = Exchange(
-        group,
-        [(Transfer(peer, 0, message.numel()), message) for peer, message in sends.items()],
-        [(Transfer(peer, 0, message.numel()), message) for peer, message in receives.items()],
-    )
+    sends = [(p, _pack(tensors, moves.gives[p])) for p in peers if moves.gives[p]]
+    receives = [(p, tensors[0].new_empty(_numel(new, moves.takes[p]))) for p in peers if moves.takes[p]]
+    exchange = Exchange(group, sends, receives)
     beside = Beside(tensors[0].device)
     for here, there in zip(moves.gives[moves.rank], moves.takes[moves.rank], strict=True):
         for old_x, new_x in zip(tensors, new, strict=True):
             new_x[:, there] = old_x[:, here]
-    for peer, message in zip(receives, beside.finish(exchange.wait), strict=True):
+    for (peer, _), message in zip(receives, beside.finish(exchange.wait), strict=True):
         parts = [x[:, rows] for rows in moves.takes[peer] for x in new]
         for part, flat in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(flat.view(part.shape))
@@ -97,6 +96,7 @@ def _meetings(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[slice, slice
     for a in old:
         new_start = 0
         for b in new:
+            # One of the two has step 1, so what they share are positions of the other.
             step = max(a.step, b.step)
             origin = a.start if a.step == step else b.start
             first, stop = max(a.start, b.start), min(a.stop, b.stop)

@@ -53,7 +53,7 @@ def documents_from_eos(tokens: torch.Tensor, eos_id: int, mesh: DeviceMesh | Pro
     return Documents(_boundaries(starts), mesh)
 
 
-def check_whole(tokens: object) -> None:
+def check_tokens(tokens: object) -> None:
     """Raise ValueError unless it is a plain tensor of integers, as tokens and positions of a whole sequence are."""
     if isinstance(tokens, DTensor):
         raise ValueError("tokens and positions are taken whole and plain, got a DTensor; pass its full_tensor()")
@@ -63,7 +63,7 @@ def check_whole(tokens: object) -> None:
 
 
 def _all_start(tokens: torch.Tensor) -> torch.Tensor:
-    check_whole(tokens)
+    check_tokens(tokens)
     if tokens.ndim not in (1, 2):
         raise ValueError(f"documents are found in [S] or [B, S], got {list(tokens.shape)}")
     return torch.ones_like(tokens, dtype=torch.bool)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.cu_seqlens import on_host
-from dtensor_ring_swa.device import kept, to_device
+from dtensor_ring_swa.device import cached_per_stream, to_device
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.packing import Boundaries, check_boundaries, documents_within
 from dtensor_ring_swa.planning import make_plan
@@ -114,7 +114,7 @@ class Documents:
         return f"Documents({[len(row) - 1 for row in self._rows]} documents in {self.seq_len} tokens)"
 
 
-@kept(64)
+@cached_per_stream(64)
 def _local(boundaries: Boundaries, ranks: int, rank: int, window: Window, device: torch.device) -> LocalDocuments:
     plan = make_plan(boundaries[-1], ranks, rank, window, boundaries)
     keys = plan.start - plan.left, plan.stop + plan.right

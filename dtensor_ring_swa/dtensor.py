@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dtensor_ring_swa.heads import KeyHeads, SinkHeads, check_sinks
+from dtensor_ring_swa.heads import KeyHeads
 from dtensor_ring_swa.layout import shard
+from dtensor_ring_swa.learned_sinks import SinkHeads, check_sinks
 from dtensor_ring_swa.ops import attention, attention_backward
 from dtensor_ring_swa.sharding import Sharding, ThisMesh, check_dtensors
 
@@ -28,7 +29,11 @@ class _Shards:
     """The unwrapped call: shards, and how to wrap the results.
 
     Attributes:
+        how: How q, k and v lie on the mesh.
+        mesh: Their mesh.
+        heads: The part of replicated k and v that this rank uses; None where it uses all that it holds.
         locals: q, k and v of this rank, then its sinks and the documents of its batch rows, if any.
+        group_name: The group that shares the sequence; empty if this rank holds all of it.
     """
 
     how: Sharding

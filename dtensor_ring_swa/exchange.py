@@ -1,14 +1,13 @@
 """The halo exchange and, beside it, its transpose.
 
-One contiguous message a neighbour: the K rows, then the V rows. Forward fetches the halo: shard rows
-go out, halo rows come in. Backward returns the halo's gradients: the same transfers with send and
-receive swapped, added where forward copied.
+Forward fetches the halo: shard rows go out, halo rows come in, one message a neighbour. Backward
+returns the halo's gradients: the same transfers with send and receive swapped, added where forward
+copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,51 +15,8 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring_swa.cut import cut
 from dtensor_ring_swa.messages import Message, post
-from dtensor_ring_swa.plan import Plan, Transfer
-
-
-class Rows(NamedTuple):
-    """The shape of one row of K and V: how rows are laid out in a flat message."""
-
-    batch: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, k_BNGD: torch.Tensor, v_BNGE: torch.Tensor) -> Rows:
-        """Read off K and V."""
-        batch, _, kv_heads, head_dim = k_BNGD.shape
-        return cls(batch, kv_heads, head_dim, v_BNGE.shape[3])
-
-    def numel(self, rows: int) -> int:
-        """Elements of ``rows`` rows of K and V."""
-        return rows * self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
-
-    def messages(self, buffer: torch.Tensor, transfers: Sequence[Transfer]) -> list[torch.Tensor]:
-        """The part of a flat buffer of rows that holds each transfer's message."""
-        return [buffer[self.numel(t.start) : self.numel(t.stop)] for t in transfers]
-
-    def unpack(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K rows ``[B, n, Hkv, D]`` and V rows ``[B, n, Hkv, Dv]`` of a message of ``rows`` rows, as views."""
-        if self.head_dim == self.v_head_dim:
-            k, v = message.view(2, self.batch, rows, self.kv_heads, self.head_dim).unbind()
-            return k, v
-        heads = self.batch * rows * self.kv_heads
-        k, v = message.split_with_sizes([heads * self.head_dim, heads * self.v_head_dim])
-        return (
-            k.view(self.batch, rows, self.kv_heads, self.head_dim),
-            v.view(self.batch, rows, self.kv_heads, self.v_head_dim),
-        )
-
-
-def pack(k_BnGD: torch.Tensor, v_BnGE: torch.Tensor) -> torch.Tensor:
-    """One message of these rows, contiguous."""
-    if k_BnGD.shape == v_BnGE.shape:
-        # The same numbers in the same order, by one operator in place of three; a copy more where it keeps a layout of
-        # the inputs in memory, as torch.channels_last.
-        return torch.stack((k_BnGD, v_BnGE)).contiguous()
-    return torch.cat((k_BnGD.flatten(), v_BnGE.flatten()))
+from dtensor_ring_swa.plan import Plan
+from dtensor_ring_swa.wire import pack
 
 
 class Exchange:
@@ -74,10 +30,10 @@ class Exchange:
     def __init__(
         self,
         group: ProcessGroup | None,
-        sends: Iterable[Message],
-        receives: Iterable[Message],
+        sends: Sequence[Message],
+        receives: Sequence[Message],
     ) -> None:
-        self._group, self._sends, self._receives = group, list(sends), list(receives)
+        self._group, self._sends, self._receives = group, sends, receives
         self._works: list[dist.Work] = []
         # All ranks agree on emptiness: a row has elements on all of them or on none.
         filled = [message for _, message in (*self._sends, *self._receives) if message.numel()]
@@ -112,7 +68,7 @@ def fetch_halo(
     group: ProcessGroup | None,
     k_BSGD: torch.Tensor,
     v_BSGE: torch.Tensor,
-    messages: Sequence[torch.Tensor],
+    receives: Sequence[Message],
 ) -> Exchange:
     """Send the neighbours the rows that they reach, and receive those that we reach.
 
@@ -121,16 +77,16 @@ def fetch_halo(
         group: The group to exchange on, of the context-parallel ranks; None on one device.
         k_BSGD: This rank's keys.
         v_BSGE: This rank's values.
-        messages: Room for each neighbour's rows, in the order of ``plan.receives``.
+        receives: Room for each neighbour's rows, in the order of ``plan.receives``.
     """
-    sends = [pack(cut(k_BSGD, t.rows), cut(v_BSGE, t.rows)) for t in plan.sends]
-    return Exchange(group, zip(plan.sends, sends, strict=True), zip(plan.receives, messages, strict=True))
+    sends = [(t.peer, pack(cut(k_BSGD, t.rows), cut(v_BSGE, t.rows))) for t in plan.sends]
+    return Exchange(group, sends, receives)
 
 
 def return_halo(
     plan: Plan,
     group: ProcessGroup | None,
-    grads: Sequence[torch.Tensor],
+    grads: Sequence[Message],
     new_message: Callable[[int], torch.Tensor],
 ) -> Exchange:
     """The transpose of ``fetch_halo``: the halo's gradients go to its owners, ours come home.
@@ -144,5 +100,5 @@ def return_halo(
     Returns:
         The exchange; its messages are gradients of the shard's rows, in the order of ``plan.sends``.
     """
-    homecoming = [new_message(len(t)) for t in plan.sends]
-    return Exchange(group, zip(plan.receives, grads, strict=True), zip(plan.sends, homecoming, strict=True))
+    homecoming = [(t.peer, new_message(len(t))) for t in plan.sends]
+    return Exchange(group, grads, homecoming)

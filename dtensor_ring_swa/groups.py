@@ -1,19 +1,14 @@
-"""Process groups: the one a mesh axis means, the private one to exchange on, and agreement of hosts."""
+"""Process groups: the one that a mesh axis means, the private one to exchange on, and the one of the hosts."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-
-from dtensor_ring_swa.layout import shard
-
-T = TypeVar("T")
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup) -> ProcessGroup:
@@ -53,8 +48,10 @@ def refuse_outsider(mesh: object) -> None:
     )
 
 
-def resolve_group(name: str) -> ProcessGroup:
-    """The process group of this name: how a group travels through a registered op's schema."""
+def resolve_group(name: str) -> ProcessGroup | None:
+    """The process group of this name, as a group travels through an op's schema; None for no name."""
+    if not name:
+        return None
     # Private, and the only way from name to group; seen on torch 2.11, 2.13 and 2.15.
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
@@ -104,74 +101,8 @@ def _new_group(group: ProcessGroup, backend: str, options: Any = None) -> Proces
     return made
 
 
-def _host_group(group: ProcessGroup) -> ProcessGroup:
+def host_group(group: ProcessGroup) -> ProcessGroup:
     """A group that takes CPU tensors, made at the first call; then it is collective."""
     if group not in _host_groups:
         _host_groups[group] = group if _backend(group, "cpu") == "gloo" else _new_group(group, "gloo")
     return _host_groups[group]
-
-
-def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error: Exception | None = None) -> int:
-    """Let the ranks of ``group`` compare their calls on the host before any tensor moves.
-
-    One message of a few integers each; no device is synchronised. A rank whose own check failed
-    passes its ``error``: all ranks then raise, and none waits for a peer that will not come.
-
-    Args:
-        group: The context-parallel group; every rank of it calls.
-        names: What the facts are called in errors; the same on every rank.
-        facts: First the tokens of this rank's shard, which must fit ``torch.chunk``'s sizes, then
-            what must be equal on all ranks. Not read if there is an ``error``.
-        error: What this rank found wrong by itself.
-
-    Returns:
-        Tokens of the whole sequence.
-
-    Raises:
-        ValueError: If the ranks' facts do not fit together, or a peer passed an error.
-        Exception: ``error`` itself.
-    """
-    ranks = dist.get_world_size(group)
-    sound_and_facts = [0] * (1 + len(names)) if error is not None else [1, *facts]
-    mine = torch.tensor(sound_and_facts, dtype=torch.int64)
-    table = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(table, mine, group=_host_group(group))
-    sound, rows, *others = zip(*(row.tolist() for row in table), strict=True)
-    if error is not None:
-        raise error
-    if not all(sound):
-        raise ValueError(
-            f"rank {sound.index(0)} of the context-parallel group refused its arguments; its own error says why"
-        )
-    for name, values in zip(names[1:], others, strict=True):
-        if len(set(values)) > 1:
-            raise ValueError(f"the ranks disagree on {name}: {list(values)}; pass the same on every rank")
-    total = sum(rows)
-    expected = [len(shard(total, ranks, rank)) for rank in range(ranks)]
-    if list(rows) != expected:
-        raise ValueError(
-            f"shards of {list(rows)} tokens are not torch.chunk's of {total} tokens, {expected}; "
-            "shard with shard_sequence(mesh, ...)"
-        )
-    return total
-
-
-def agree_on_rows(group: ProcessGroup, rows: int, seq_len: int) -> None:
-    """Raise ValueError on every rank unless all hold ``rows`` of ``seq_len`` rows, as a graph has it. Collective."""
-    total = agree(group, ("the length of a shard",), (rows,))
-    if total != seq_len:
-        ranks = group.size()
-        raise ValueError(
-            f"in a graph of torch.compile shards must be of one length, got {rows} tokens here and {total} on the "
-            f"{ranks} ranks together; pad the sequence to {-(-total // ranks) * ranks} tokens"
-        )
-
-
-def gather_objects(group: ProcessGroup, mine: T) -> list[T]:
-    """What every rank of ``group`` passes, by rank, sent between hosts. Collective.
-
-    Let the ranks ``agree`` first: a rank that raises instead of calling leaves its peers waiting.
-    """
-    table: list[T] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(table, mine, group=_host_group(group))
-    return table

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.beside import Beside
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.device import Beside
 from dtensor_ring_swa.exchange import fetch_halo, return_halo
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.keys import KeyGradients, KeyRows
@@ -25,12 +25,12 @@ _OPERATIONS, _BYTES = 5e8, 3e6
 class _Calls(NamedTuple):
     """The kernel calls of a plan: those that need not wait for what comes, and those that do.
 
-    ``beside`` says whether what waits should be queued beside the others, or simply come first or last.
+    ``overlap`` says whether what waits should be queued ``Beside`` the others, or simply come first or last.
     """
 
     interior: tuple[Call, ...]
     boundary: tuple[Call, ...]
-    beside: bool
+    overlap: bool
 
     @classmethod
     def of(cls, plan: Plan, q_BSHD: torch.Tensor, v_BSGE: torch.Tensor) -> _Calls:
@@ -75,8 +75,8 @@ def halo_forward(
         # must not differ from run to run.
         cut(halo, slice(received, halo.numel()), 0).zero_()
     exchange = fetch_halo(plan, group, k_BSGD, v_BSGE, keys.messages)
-    beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.beside)
-    if not calls.beside:
+    beside = Beside(q_BSHD.device, needed=exchange.is_pending and calls.overlap)
+    if not calls.overlap:
         exchange.post()
     compute(calls.interior)
     with beside:
@@ -106,7 +106,7 @@ def halo_backward(
     """
     dq = torch.empty_like(q_BSHD, memory_format=torch.contiguous_format)
     keys, calls = KeyRows(plan, k_BSGD, v_BSGE, halo), _Calls.of(plan, q_BSHD, v_BSGE)
-    grads = KeyGradients(keys, kernel.grad_dtype(k_BSGD.dtype))
+    grads = KeyGradients(keys, kernel.partial_dtype(k_BSGD.dtype))
 
     # What runs at the same time must not add to the same numbers.
     boundary_dsinks_H = torch.zeros_like(dsinks_H) if dsinks_H is not None and calls.boundary else None
@@ -121,15 +121,15 @@ def halo_backward(
             )
             grads.add(call, buffers)
 
-    beside = Beside(q_BSHD.device, needed=group is not None and calls.beside)
+    beside = Beside(q_BSHD.device, needed=group is not None and calls.overlap)
     with beside:
         compute(calls.boundary, boundary_dsinks_H)
         exchange = return_halo(plan, group, grads.messages(), grads.new_message)
-    if not calls.beside:
+    if not calls.overlap:
         exchange.post()
     compute(calls.interior, dsinks_H)
     returned = beside.finish(exchange.wait)
     if dsinks_H is not None and boundary_dsinks_H is not None:
         dsinks_H += boundary_dsinks_H
-    dk, dv = grads.total(plan.sends, returned)
+    dk, dv = grads.total(returned)
     return dq, dk, dv

@@ -14,8 +14,12 @@ import torch
 
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.exchange import Rows, pack
-from dtensor_ring_swa.plan import Plan, Transfer
+from dtensor_ring_swa.messages import Message
+from dtensor_ring_swa.plan import Plan
+from dtensor_ring_swa.wire import RowShape, pack
+
+# K and V of some rows, or dk and dv.
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class KeyRows:
@@ -29,10 +33,10 @@ class KeyRows:
     """
 
     def __init__(self, plan: Plan, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor, halo: torch.Tensor) -> None:
-        self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), Rows.of(k_BSGD, v_BSGE)
+        self.plan, self.local, self.shape = plan, (k_BSGD, v_BSGE), RowShape.of(k_BSGD, v_BSGE)
         self.messages = self.shape.messages(halo, plan.receives)
 
-    def of(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, call: Call) -> Pair:
         """K and V for one call: views if they lie in one piece."""
         parts = [self._rows(piece, rows) for piece, rows in self.overlaps(call)]
         if len(parts) == 1:
@@ -44,13 +48,14 @@ class KeyRows:
             return k, v
         return torch.cat(ks, dim=1), torch.cat(vs, dim=1)
 
-    def _rows(self, piece: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, piece: int, rows: slice) -> Pair:
         shard = self.plan.shard_piece
         if piece == shard:
             k, v = self.local
         else:
             index = piece - (piece > shard)
-            k, v = self.shape.unpack(self.messages[index], len(self.plan.receives[index]))
+            _, message = self.messages[index]
+            k, v = self.shape.unpack(message, len(self.plan.receives[index]))
         return cut(k, rows), cut(v, rows)
 
     def overlaps(self, call: Call) -> tuple[tuple[int, slice], ...]:
@@ -75,42 +80,45 @@ class KeyGradients:
     def __init__(self, keys: KeyRows, partial_dtype: torch.dtype) -> None:
         self._keys = keys
         self._partial_dtype = partial_dtype
-        self._totals = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys.local)
-        self._shares: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys.local)
+        self._totals = dk, dv
+        self._shares: list[tuple[int, Pair]] = []
         self._messages: dict[int, torch.Tensor] = {}
         self._whole_shard = ((keys.plan.shard_piece, slice(0, keys.plan.rows)),)
 
-    def buffers(self, call: Call) -> tuple[torch.Tensor, ...]:
+    def buffers(self, call: Call) -> Pair:
         """The tensors that a kernel has to fill with one call's dk and dv."""
         in_place = self._partial_dtype == self._totals[0].dtype
         if in_place and self._keys.overlaps(call) == self._whole_shard:
             return self._totals
         rows = call.k_len
-        return tuple(x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals)
+        dk, dv = (x.new_empty(x.shape[0], rows, *x.shape[2:], dtype=self._partial_dtype) for x in self._totals)
+        return dk, dv
 
-    def add(self, call: Call, grads: tuple[torch.Tensor, ...]) -> None:
+    def add(self, call: Call, grads: Pair) -> None:
         """Take the filled buffers of a call, and split them where its keys came from."""
         start = 0
         for piece, rows in self._keys.overlaps(call):
             stop = start + rows.stop - rows.start
-            part = tuple(cut(x, slice(start, stop)) for x in grads)
+            dk, dv = (cut(x, slice(start, stop)) for x in grads)
             if piece == self._keys.plan.shard_piece:
-                self._shares.append((rows.start, part))
+                self._shares.append((rows.start, (dk, dv)))
             else:
-                self._messages[piece] = pack(*part)
+                self._messages[piece] = pack(dk, dv)
             start = stop
 
-    def messages(self) -> list[torch.Tensor]:
+    def messages(self) -> list[Message]:
         """The halo's gradients, one message a neighbour, in the order of ``plan.receives``."""
-        return [self._messages[piece] for piece in sorted(self._messages)]
+        pieces = zip(self._keys.plan.receives, sorted(self._messages), strict=True)
+        return [(transfer.peer, self._messages[piece]) for transfer, piece in pieces]
 
     def new_message(self, rows: int) -> torch.Tensor:
         """Room for a neighbour's gradients of ``rows`` of our rows."""
         return self._totals[0].new_empty(self._keys.shape.numel(rows), dtype=self._partial_dtype)
 
-    def total(self, sends: tuple[Transfer, ...], returned: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def total(self, returned: list[torch.Tensor]) -> Pair:
         """Dk and dv of the shard, with the neighbours' messages in the order of ``plan.sends``."""
-        for transfer, message in zip(sends, returned, strict=True):
+        for transfer, message in zip(self._keys.plan.sends, returned, strict=True):
             self._shares.append((transfer.start, self._keys.shape.unpack(message, len(transfer))))
         for index, total in enumerate(self._totals):
             _sum_rows(total, [(start, share[index]) for start, share in self._shares])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -40,9 +42,6 @@ def shard(seq_len: int, ranks: int, rank: int) -> Run:
     """
     chunk = chunk_length(seq_len, ranks)
     return Run(min(rank * chunk, seq_len), min((rank + 1) * chunk, seq_len))
-
-
-LAYOUTS = ("contiguous", "striped", "zigzag")
 
 
 @lru_cache(maxsize=4096)

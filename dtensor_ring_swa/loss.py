@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.call_checks import CuSeqlens
 from dtensor_ring_swa.checks import check_documents
-from dtensor_ring_swa.document_starts import check_whole
+from dtensor_ring_swa.document_starts import check_tokens
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import refuse_outsider
 
@@ -38,7 +38,7 @@ def next_token_labels(
     Raises:
         ValueError: If tokens are not integers, or the boundaries do not fit them; see ``ring_attention``.
     """
-    check_whole(tokens)
+    check_tokens(tokens)
     labels = torch.full(tokens.shape, ignore_index, dtype=torch.long, device=tokens.device)
     labels[..., :-1] = tokens[..., 1:]
     if cu_seqlens is None:

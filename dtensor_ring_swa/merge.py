@@ -8,6 +8,9 @@ from types import ModuleType
 
 import torch
 
+# Rows of a learned sink's gradient to take at a time, which bounds the memory.
+_SINK_ROWS = 4096
+
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_BMHE: torch.Tensor, part_lse_BHM: torch.Tensor) -> None:
     """Fold a partial result into ``out`` and ``lse``, in place.
@@ -67,7 +70,6 @@ def add_sinks_gradient_(
     dout_BMHE: torch.Tensor,
     out_BMHE: torch.Tensor,
     lse_BHM: torch.Tensor,
-    rows: int = 4096,
 ) -> None:
     """Add the gradient of learned sinks, from the joint out and lse, to ``dsinks_H``; nothing if there are none.
 
@@ -80,14 +82,13 @@ def add_sinks_gradient_(
         dout_BMHE: Gradient of out.
         out_BMHE: The joint result.
         lse_BHM: The joint lse.
-        rows: Rows to take at a time, which bounds the memory.
     """
     if sinks_H is None or dsinks_H is None:
         return
     total = lse_BHM.new_zeros(sinks_H.shape)
     sinks = sinks_H.to(lse_BHM.dtype)[:, None]
-    for first in range(0, out_BMHE.shape[1], rows):
-        span = slice(first, first + rows)
+    for first in range(0, out_BMHE.shape[1], _SINK_ROWS):
+        span = slice(first, first + _SINK_ROWS)
         row_sums = (dout_BMHE[:, span].to(lse_BHM.dtype) * out_BMHE[:, span]).sum(-1).transpose(1, 2)
         # Where the sink is -inf, so may the lse be, and the share is none.
         share = (sinks - lse_BHM[:, :, span]).exp().masked_fill(sinks == float("-inf"), 0.0)

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.plan import Transfer
-
-# Which rows, from or to which rank of the group, and the tensor.
-Message = tuple[Transfer, torch.Tensor]
+# From or to which rank of the group, and the tensor.
+Message = tuple[int, torch.Tensor]
 
 
 def post(group: ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
@@ -28,9 +26,9 @@ def post(group: ProcessGroup, sends: Sequence[Message], receives: Sequence[Messa
         return [work] if work else []
     return dist.batch_isend_irecv(
         [
-            dist.P2POp(op, message, group=group, group_peer=transfer.peer)
+            dist.P2POp(op, message, group=group, group_peer=peer)
             for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for transfer, message in messages
+            for peer, message in messages
         ]
     )
 
@@ -44,8 +42,8 @@ def coalesce(
     this one 39. Seen on torch 2.11 and 2.13.
     """
     group._start_coalescing(device)
-    for transfer, message in sends:
-        group.send([message], transfer.peer, 0)
-    for transfer, message in receives:
-        group.recv([message], transfer.peer, 0)
+    for peer, message in sends:
+        group.send([message], peer, 0)
+    for peer, message in receives:
+        group.recv([message], peer, 0)
     return group._end_coalescing(device)

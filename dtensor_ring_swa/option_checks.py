@@ -1,10 +1,6 @@
-"""Which options ring_attention refuses, and how a check is passed once for all calls alike."""
+"""Which options ring_attention refuses."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -12,38 +8,16 @@ from dtensor_ring_swa.choice import EXCHANGES
 from dtensor_ring_swa.layout import LAYOUTS
 from dtensor_ring_swa.window import MOST_TOKENS
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 # The least and the largest bound on scores. Beyond them, kernels that compute in float32 would multiply 0 and infinity.
 _CAPS = 1e-30, 1e30
 # Integers above it cannot become floats.
 _LARGEST = torch.finfo(torch.float64).max
 
 
-def once(check: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let what has passed a check pass again without it, with the same result.
-
-    What cannot be looked up is checked anew.
-    """
-    passed: Callable[..., _R] = lru_cache(maxsize=1024, typed=True)(check)
-
-    @wraps(check)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch.compiler.is_compiling():
-            try:
-                return passed(*args, **kwargs)
-            except TypeError:
-                pass
-        return check(*args, **kwargs)
-
-    return run
-
-
 def check_options(
     layout: str, load_balance: str, exchange: str, sink_tokens: int, softcap: float, scale: float | None
 ) -> None:
-    """Raise ValueError unless the options of a call are among those that there are and fit together."""
+    """Raise ValueError for an option that does not exist, or options that exclude each other."""
     check_layout(layout, load_balance, exchange)
     check_sink_tokens(sink_tokens)
     check_factors(softcap, scale)
@@ -68,7 +42,7 @@ def _number(x: object) -> str:
 
 
 def check_layout(layout: str, load_balance: str = "auto", exchange: str = "auto") -> None:
-    """Raise ValueError unless all are among the names that there are and fit together."""
+    """Raise ValueError for a name that does not exist, or names that exclude each other."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if load_balance not in ("auto", "none", "striped", "zigzag"):

@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dtensor_ring_swa.kernels import check_name
-from dtensor_ring_swa.option_checks import check_options, once
+from dtensor_ring_swa.once import once
+from dtensor_ring_swa.option_checks import check_options
 from dtensor_ring_swa.window import Window
 
 
@@ -17,7 +18,7 @@ class Names(NamedTuple):
     ``in_graph`` that a graph is being traced, which a cache may serve to other ranks, or which is for other lengths as
     well: then no size may be of this rank alone.
 
-    A dispatcher that converts each argument, and autograd that wraps them, take time for each: so the ops have few.
+    They are one string since the dispatcher converts each argument of an op, and autograd wraps it, which takes time.
     """
 
     kernel: str
@@ -30,7 +31,7 @@ class Names(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The argument."""
+        """The names as one string, which the ops take."""
         gradients = "deterministic" if self.deterministic else "any"
         length = "assumed" if self.assumed else "known"
         return " ".join((*self[:4], gradients, length, "graph" if self.in_graph else "eager"))
@@ -38,7 +39,7 @@ class Names(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str) -> Names:
-        """Read the argument."""
+        """The names that a string was made of."""
         kernel, layout, load_balance, exchange, gradients, length, place = text.split()
         return Names(
             kernel, layout, load_balance, exchange, gradients == "deterministic", length == "assumed", place == "graph"
@@ -75,7 +76,7 @@ def read_options(
     """Read the options of a call; ``left`` and ``right`` are its window's sides, None for unlimited.
 
     Raises:
-        ValueError: Unless they are among those that there are and fit together.
+        ValueError: For an option that does not exist, or options that exclude each other.
     """
     window = Window.of_sides(left, right)
     check_name(kernel)

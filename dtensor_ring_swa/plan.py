@@ -111,7 +111,7 @@ class Plan:
 
     @cached_property
     def interior_pairs(self) -> int:
-        """Those of the interior."""
+        """(query, key) pairs of the interior."""
         return sum(block.pairs for block in self.interior)
 
     @cached_property
@@ -157,7 +157,7 @@ class Plan:
     def describe(self) -> str:
         """The plan in a few lines of English, and whether ``ring_attention`` would follow it by itself."""
         inner = self.interior_rows
-        peers = ", ".join(f"{t.stop - t.start} rows from rank {t.peer}" for t in self.receives)
+        peers = ", ".join(f"{len(t)} rows from rank {t.peer}" for t in self.receives)
         dealt = not self.packed and is_rebalanced(self.seq_len, self.ranks, self.window)
         layout = "zigzag" if dealt else "contiguous"
         choice = choose_exchange("auto", layout, self.seq_len, self.ranks, self.window, self.packed)

@@ -37,7 +37,7 @@ def make_plan(
 
     Raises:
         ValueError: If ``ranks`` < 1, ``rank`` is not one of them, ``seq_len`` or ``sink_tokens`` < 0, or the
-            window or the boundaries are none.
+            window is no window, or ``cu_seqlens`` do not cut the sequence into documents.
     """
     if ranks < 1 or not 0 <= rank < ranks or seq_len < 0 or sink_tokens < 0:
         raise ValueError(
@@ -88,7 +88,7 @@ def _make_plan(
 
 @dataclass(frozen=True)
 class _Needs:
-    """Which positions of other ranks any rank sees: sinks, left halo and right halo."""
+    """Which positions on other ranks each rank sees."""
 
     seq_len: int
     ranks: int
@@ -97,10 +97,11 @@ class _Needs:
     sink_tokens: int
 
     def of(self, rank: int) -> tuple[Run, Run, Run]:
-        """Only the documents that straddle the shard's two ends have tokens elsewhere."""
+        """Sinks, left halo and right halo of a rank; all empty if it has no tokens."""
         mine, (reach_left, reach_right) = shard(self.seq_len, self.ranks, rank), self.window.reach(self.seq_len)
         if not len(mine):
             return mine, mine, mine
+        # Only the documents at the shard's two ends have tokens elsewhere.
         first, _ = document_at(self.boundaries, mine.start)
         _, last = document_at(self.boundaries, mine.stop - 1)
         left = Run(max(first, mine.start - reach_left), mine.start)
@@ -111,7 +112,7 @@ class _Needs:
 def _split(
     mine: Run, needs: tuple[Run, Run, Run], reach: tuple[int, int], boundaries: Boundaries, sink_tokens: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Positions of the interior and of the boundary rows, as spans."""
+    """Positions of the interior and of the boundary rows, as spans ``[first, last)``."""
     if not len(mine):
         return [], []
     sinks, left, right = needs
@@ -122,12 +123,12 @@ def _split(
         start = min(mine.stop, reached, document_at(boundaries, mine.start)[1])
     if len(right):
         stop = max(mine.start, stop - reach[1], document_at(boundaries, mine.stop - 1)[0])
-    if start >= stop:
-        # Rows that need both sides, or only rows that wait: one run, if one document holds them.
-        edge = document_at(boundaries, mine.start)[1]
-        spans = [(mine.start, mine.stop)] if edge >= mine.stop else [(mine.start, start), (stop, mine.stop)]
-        return [], [span for span in spans if span[0] < span[1]]
-    return [(start, stop)], [span for span in ((mine.start, start), (stop, mine.stop)) if span[0] < span[1]]
+    interior = [(start, stop)] if start < stop else []
+    boundary = [(mine.start, start), (stop, mine.stop)]
+    if not interior and document_at(boundaries, mine.start)[1] >= mine.stop:
+        # All rows are of one document, and none is in the interior: one run.
+        boundary = [(mine.start, mine.stop)]
+    return interior, [(first, last) for first, last in boundary if first < last]
 
 
 def _receives(needs: tuple[Run, Run, Run], chunk: int) -> Iterator[Transfer]:

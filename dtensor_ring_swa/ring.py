@@ -98,7 +98,7 @@ def make_ring(
     """Plan one rank's ring, of packed documents if ``boundaries`` are given.
 
     Raises:
-        ValueError: If the layout cannot deal out so many tokens, or the boundaries are none.
+        ValueError: If the layout cannot deal out so many tokens, or the boundaries do not fit the sequence.
     """
     return _make_ring(layout, seq_len, ranks, rank, window, boundaries or (0, seq_len), sink_tokens)
 

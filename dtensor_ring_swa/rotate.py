@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch.distributed import ProcessGroup
 
-from dtensor_ring_swa.device import Beside
-from dtensor_ring_swa.exchange import Exchange, Rows, pack
+from dtensor_ring_swa.beside import Beside
+from dtensor_ring_swa.exchange import Exchange
 from dtensor_ring_swa.kernels import Kernel, Request
 from dtensor_ring_swa.merge import add_sinks_gradient_, join_sinks_, merge_
 from dtensor_ring_swa.plan import Transfer
 from dtensor_ring_swa.ring import Ring, Step
+from dtensor_ring_swa.wire import RowShape, pack
 
 
 def rotate_forward(
@@ -33,7 +35,7 @@ def rotate_forward(
         if step.call is None:
             continue
         rows = step.call.rows
-        part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.grad_dtype(out_BSHE.dtype))
+        part = torch.empty_like(out_BSHE[:, rows], dtype=kernel.partial_dtype(out_BSHE.dtype))
         part_lse = torch.empty_like(lse_BHS[:, :, rows])
         kernel.forward(request, q_BSHD[:, rows], k, v, step.call, part, part_lse)
         if step is ring.steps[0]:
@@ -66,10 +68,10 @@ def rotate_backward(
     With the joint out and lse, each call's gradients are its exact share. The share of a shard's dk
     and dv goes home to its owner while the next step is computed.
     """
-    wide, partial = lse_BHS.dtype, kernel.grad_dtype(k_BSGD.dtype)
+    wide, partial = lse_BHS.dtype, kernel.partial_dtype(k_BSGD.dtype)
     contiguous = torch.contiguous_format  # As the op says while torch.compile traces, whatever the inputs are.
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=contiguous) for x in (q_BSHD, k_BSGD, v_BSGE))
-    shape = Rows.of(k_BSGD, v_BSGE)
+    shape = RowShape.of(k_BSGD, v_BSGE)
     way_home = _Homecoming(shape, dk, dv)
     for step, k, v in _passing_keys(ring, group, k_BSGD, v_BSGE):
         shares = [torch.empty_like(x, dtype=partial) for x in (k, v)]
@@ -98,7 +100,7 @@ class _Homecoming:
     float32 by the owner.
     """
 
-    def __init__(self, shape: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def __init__(self, shape: RowShape, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self._shape, self._totals = shape, (dk, dv)
         self._under_way: tuple[Exchange, Beside, Transfer | None] | None = None
 
@@ -108,10 +110,11 @@ class _Homecoming:
 
     def leave(self, group: ProcessGroup | None, step: Step, shares: Sequence[torch.Tensor]) -> None:
         """Send a step's shares to the source, and expect those of our rows from the target."""
-        sends = [] if step.source is None else [(step.source, pack(*shares))]
-        receives = [(rows, shares[0].new_empty(self._shape.numel(len(rows)))) for rows in (step.target,) if rows]
+        source, target = step.source, step.target
+        sends = [] if source is None else [(source.peer, pack(*shares))]
+        receives = [] if target is None else [(target.peer, shares[0].new_empty(self._shape.numel(len(target))))]
         exchange = Exchange(group, sends, receives)
-        self._under_way = exchange, Beside(shares[0].device, needed=group is not None), step.target
+        self._under_way = exchange, Beside(shares[0].device, needed=group is not None), target
 
     def arrive(self) -> None:
         """Take the shares that are under way."""
@@ -127,24 +130,23 @@ def _passing_keys(
     ring: Ring, group: ProcessGroup | None, k_BSGD: torch.Tensor, v_BSGE: torch.Tensor
 ) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
     """Each step with its keys and values; those of the next are under way meanwhile."""
-    shape = Rows.of(k_BSGD, v_BSGE)
-    packed: tuple[tuple[int, int], torch.Tensor] | None = None
+    shape = RowShape.of(k_BSGD, v_BSGE)
+    # Most steps send the same rows.
+    packed: tuple[slice, torch.Tensor] | None = None
     own = ring.steps[0].source
-    k, v = (x[:, own.start : own.stop] if own else x[:, :0] for x in (k_BSGD, v_BSGE))
-    for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
-        coming, source = None, following and following.source
-        if following is not None:
-            sends, receives = [], []
-            if following.target is not None:
-                span = following.target.start, following.target.stop
-                if packed is None or packed[0] != span:
-                    packed = span, pack(*(x[:, slice(*span)] for x in (k_BSGD, v_BSGE)))
-                sends = [(following.target, packed[1])]
-            if source is not None:
-                receives = [(source, k_BSGD.new_empty(shape.numel(len(source))))]
-            coming = Exchange(group, sends, receives)
-        beside = Beside(k_BSGD.device, needed=coming is not None and group is not None)
+    k, v = (x[:, own.rows] if own is not None else x[:, :0] for x in (k_BSGD, v_BSGE))
+    for step, following in pairwise(ring.steps):
+        source, target = following.source, following.target
+        sends, receives = [], []
+        if target is not None:
+            if packed is None or packed[0] != target.rows:
+                packed = target.rows, pack(k_BSGD[:, target.rows], v_BSGE[:, target.rows])
+            sends = [(target.peer, packed[1])]
+        if source is not None:
+            receives = [(source.peer, k_BSGD.new_empty(shape.numel(len(source))))]
+        exchange = Exchange(group, sends, receives)
+        beside = Beside(k_BSGD.device, needed=group is not None)
         yield step, k, v
-        if coming is not None:
-            received = beside.finish(coming.wait)
-            k, v = shape.unpack(received[0], len(source)) if received and source else (k[:, :0], v[:, :0])
+        received = beside.finish(exchange.wait)
+        k, v = (k[:, :0], v[:, :0]) if source is None else shape.unpack(received[0], len(source))
+    yield ring.steps[-1], k, v

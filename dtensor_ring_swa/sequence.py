@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.dtensor import wrap
-from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.option_checks import check_layout, check_seq_len
 
@@ -129,7 +130,7 @@ def gather_sequence(
         shape = list(x.shape)
         others = repr((x.dtype, x.device.type, dim % x.ndim, [*shape[: dim % x.ndim], 0, *shape[dim % x.ndim + 1 :]]))
         shape[dim] = agree(group, _FACTS, (x.shape[dim], len(tensors), crc32(others.encode())))
-        dealt = wrap_shard(x, axis, dim, shape).full_tensor()
+        dealt = wrap(x, axis, (Shard(dim % x.ndim),), shape).full_tensor()
         if layout != "contiguous":
             ranks = dist.get_world_size(group)
             held = [_positions(runs(layout, shape[dim], ranks, rank), x.device) for rank in range(ranks)]
@@ -160,11 +161,6 @@ def _take(x: torch.Tensor, dim: int, mine: tuple[Run, ...]) -> torch.Tensor:
     before = (slice(None),) * (dim % x.ndim)
     parts = [x[(*before, slice(run.start, run.stop, run.step))] for run in mine]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def wrap_shard(x: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> DTensor:
-    """A shard as a DTensor of a known global shape, which uneven shards alone do not tell."""
-    return wrap(x, mesh, (Shard(dim % x.ndim),), shape)
 
 
 def positions(

@@ -86,6 +86,7 @@ def _joint(first: Block, second: Block) -> Block | None:
     k_start, k_stop = min(b.k_start for b in pair), max(b.k_stop for b in pair)
     bounds = []
     for block in pair:
+        # Bounds beyond the block's corners change nothing in it, but would in the joint one.
         tight = Band(
             max(block.band.lower, block.q_start - block.q_stop + 1),
             min(block.band.upper, block.k_stop - block.k_start - 1),

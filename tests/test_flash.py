@@ -15,7 +15,7 @@ from test_kernel_calls import errors as errors_of_call
 
 from dtensor_ring_swa import prepare
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels import flash, flash_launch
+from dtensor_ring_swa.kernels import flash, flash_calls, flash_launch
 from dtensor_ring_swa.testing import RankPool
 
 import flash_stand_in
@@ -33,11 +33,11 @@ def stand_in() -> Iterator[None]:
     flash_launch._noted.cache_clear()
     flash_stand_in.reset()
     with ExitStack() as patches:
-        for name, value in (
-            ("interface", lambda: flash_stand_in), ("supports", lambda request: None),
-            ("capability", lambda device: (9, 0)),
+        for module, name, value in (
+            (flash, "supports", lambda request: None), (flash_calls, "interface", lambda: flash_stand_in),
+            (flash_calls, "capability", lambda device: (9, 0)),
         ):  # fmt: skip
-            patches.enter_context(mock.patch.object(flash, name, value))
+            patches.enter_context(mock.patch.object(module, name, value))
         # That flash serves these requests must not be remembered.
         patches.callback(prepare._prepare.cache_clear)
         yield

@@ -98,7 +98,7 @@ def computed(name: str, problem: Problem) -> list[torch.Tensor]:
     kernel, request = KERNELS[name], problem.request
     dout, q, k, v, sinks = tensors(problem)
     out, dq = (torch.full_like(x, float("nan")) for x in (dout, q))
-    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.grad_dtype(x.dtype)) for x in (k, v))
+    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.partial_dtype(x.dtype)) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), dtype=wide, device=q.device)
     kernel.forward(request, q, k, v, problem.call, out, lse, sinks if problem.sinks else None)

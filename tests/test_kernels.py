@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton
+from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton, triton_package
 from dtensor_ring_swa.kernels.flash_band import _pieces
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.merge import merge_
@@ -61,7 +61,7 @@ def check(name: str, dtype: str, band: Band, sizes: dict[str, int], softcap: flo
     out, dq = (torch.full_like(x, float("nan")) for x in (dout, q))
     wide = torch.promote_types(torch_dtype, torch.float32)
     lse = torch.full((sizes["b"], heads, sizes["m"]), float("nan"), device=DEVICE, dtype=wide)
-    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.grad_dtype(torch_dtype)) for x in (k, v))
+    dk, dv = (torch.full_like(x, float("nan"), dtype=kernel.partial_dtype(torch_dtype)) for x in (k, v))
     call = Call.single(sizes["m"], sizes["n"], band)
     kernel.forward(request, q, k, v, call, out, lse)
     kernel.backward(request, dout, q, k, v, out, lse, call, dq, dk, dv)
@@ -175,13 +175,13 @@ def test_triton_without_the_package_or_a_gpu() -> None:
     assert "needs a GPU" in str(triton.supports(request))
     assert "not torch.float64" in str(triton.supports(replace(request, dtype=torch.float64)))
     assert "head dims from 1 to 256, got 64 and 257" in str(triton.supports(replace(request, v_head_dim=257)))
-    for cache in (triton._missing, triton._programs):
+    for cache in (triton_package.missing, triton_package.programs):
         cache.cache_clear()
     try:
         with mock.patch.dict(sys.modules, {"dtensor_ring_swa.kernels.triton_kernels": None}):
             assert "needs triton (pip install 'dtensor-ring-swa[triton]')" in str(triton.supports(request))
     finally:
-        for cache in (triton._missing, triton._programs):
+        for cache in (triton_package.missing, triton_package.programs):
             cache.cache_clear()
 
 
@@ -252,11 +252,11 @@ def test_fused_merge_equals_the_definition(width: int, dtype: torch.dtype) -> No
 def test_auto_takes_triton_for_narrow_windows_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS.values():
         monkeypatch.setattr(kernel, "supports", lambda request: None)
-    narrow = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 1.0, reach=127)
+    narrow = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 1.0, neighbours=127)
     chosen = [
         choose("auto", request).NAME
         for request in (
-            narrow, replace(narrow, reach=129), replace(narrow, reach=None), replace(narrow, v_head_dim=128),
+            narrow, replace(narrow, neighbours=129), replace(narrow, neighbours=None), replace(narrow, v_head_dim=128),
             replace(narrow, device=torch.device("cpu")),
         )
     ]  # fmt: skip

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring_swa import messages
-from dtensor_ring_swa.plan import Transfer
 
 CPU = torch.device("cpu")
 
 
 def some(*peers: int) -> list[messages.Message]:
-    return [(Transfer(peer, 0, 2), torch.full((2,), float(peer))) for peer in peers]
+    return [(peer, torch.full((2,), float(peer))) for peer in peers]
 
 
 class Group:

@@ -120,7 +120,7 @@ def shared_memory(case: Case) -> list[int]:
     v, out = (torch.zeros(1, rows, n, case.v_head_dim, dtype=case.dtype) for n in (2, heads))
     lse, sinks = torch.zeros(1, heads, rows), torch.zeros(heads, dtype=case.dtype)
     with (
-        mock.patch.object(kernel, "_programs", lambda: programs),
+        mock.patch.object(kernel, "programs", lambda: programs),
         mock.patch.object(triton_tiles, "shared_memory", lambda device: TARGETS[case.target].shared_memory),
     ):
         if case.backward:

@@ -157,7 +157,7 @@ class Case:
     @property
     def grad_dtype(self) -> torch.dtype:
         """In which the kernel writes partial dk and dv."""
-        return self.kernel.grad_dtype(self.request.dtype)
+        return self.kernel.partial_dtype(self.request.dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:

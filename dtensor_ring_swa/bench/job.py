@@ -42,7 +42,7 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     rows = options.rows or (32768 if cuda else 512)
     request = Request(
         device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap,
-        reach=shape.window.neighbours,
+        neighbours=shape.window.neighbours,
     )  # fmt: skip
     try:
         kernel = choose(options.kernel, request)

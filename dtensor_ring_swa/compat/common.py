@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.checks import FACTS, check_tensors, facts_of
+from dtensor_ring_swa.checks import check_tensors
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.facts import FACTS, facts_of
+from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.option_checks import check_factors
 from dtensor_ring_swa.window import Window
 

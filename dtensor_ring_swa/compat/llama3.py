@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from dtensor_ring_swa.agreement import gather_objects
 from dtensor_ring_swa.compat.common import (
     CallOptions,
     agree_on_call,
@@ -17,7 +18,6 @@ from dtensor_ring_swa.compat.common import (
 )
 from dtensor_ring_swa.compat.family import make_family
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.groups import gather_objects
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.groups import agree, group_of
+from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.sequence import gather_sequence
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from dtensor_ring_swa.kernels import aten, flash, reference, triton
 from dtensor_ring_swa.kernels.request import Kernel, Request
 
+
+def _by_name(*kernels: Kernel) -> dict[str, Kernel]:
+    return {kernel.NAME: kernel for kernel in kernels}
+
+
 # In the order of preference for kernel="auto".
-KERNELS: dict[str, Kernel] = {k.NAME: k for k in (cast(Kernel, module) for module in (flash, aten, triton, reference))}
+KERNELS = _by_name(flash, aten, triton, reference)
 
 __all__ = ["KERNELS", "Kernel", "Request", "able_kernels", "check_name", "choose"]
 
@@ -54,5 +57,6 @@ def _by_speed(request: Request) -> list[Kernel]:
     if request.device.type != "cuda":
         # Triton's interpreter, which serves other devices, is for tests.
         return [kernel for kernel in KERNELS.values() if kernel.NAME != "triton"]
-    narrow = request.reach is not None and request.reach <= 128 and max(request.head_dim, request.v_head_dim) <= 64
+    near = request.neighbours is not None and request.neighbours <= 128
+    narrow = near and max(request.head_dim, request.v_head_dim) <= 64
     return sorted(KERNELS.values(), key=lambda kernel: not (narrow and kernel.NAME == "triton"))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
 from dtensor_ring_swa.kernels.flash_band import (
     FlashWindow,
     backward_on_bands,
     forward_on_bands,
     padded,
 )
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "aten"
@@ -38,8 +39,8 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 and writes in the inputs' dtype."""
     return dtype
 
 
@@ -89,8 +90,8 @@ def _backward(
         target.copy_(grad[..., : target.shape[-1]])
 
 
-forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), grad_dtype)
-backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)), grad_dtype)
+forward = forward_by_layer(forward_by_block(forward_on_bands(_forward)), partial_dtype)
+backward = backward_by_layer(backward_by_block(backward_on_bands(_backward)), partial_dtype)
 
 
 def _width(request: Request) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.device import kept
+from dtensor_ring_swa.device import cached_per_stream
 from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_queries
 
 # As many as fit into the smallest tile.
@@ -48,7 +48,7 @@ class FewKeys(NamedTuple):
             grad[:, self.keys] += share.sum(2).transpose(1, 2) * factor
 
 
-@kept(KEPT)
+@cached_per_stream(KEPT)
 def bounds_of_queries(call: Call, device: torch.device) -> tuple[torch.Tensor, FewKeys | None]:
     """The intervals of a call's queries, those of its few keys last if there are any."""
     few = few_keys(call, device)

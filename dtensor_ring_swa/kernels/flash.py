@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dtensor_ring_swa.block import Call
 from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
-from dtensor_ring_swa.kernels.flash_band import FlashWindow, backward_on_bands, forward_on_bands, padded
-from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
-from dtensor_ring_swa.kernels.flash_launch import start_forward
-from dtensor_ring_swa.kernels.flash_package import capability, interface, missing
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.flash_band import backward_on_bands, forward_on_bands
+from dtensor_ring_swa.kernels.flash_calls import computed_width, window_backward, window_forward
+from dtensor_ring_swa.kernels.flash_groups import flash_groups
+from dtensor_ring_swa.kernels.flash_package import capability, missing
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "flash"
-_WIDTHS = 32
 
 
 def supports(request: Request) -> str | None:
@@ -28,7 +26,7 @@ def supports(request: Request) -> str | None:
         return f"it needs compute capability 9.x, 10.x or 11.x, and this GPU has {major}.{minor}"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype}"
-    widths = _width(request.head_dim), _width(request.v_head_dim)
+    widths = computed_width(request.head_dim), computed_width(request.v_head_dim)
     if max(widths) > 256 or (major > 9 and max(widths) > 128 and widths not in ((256, 256), (192, 128))):
         return f"it does not take head dims {request.head_dim} and {request.v_head_dim} on this GPU"
     if request.deterministic and major != 9:
@@ -36,8 +34,8 @@ def supports(request: Request) -> str | None:
     return missing()
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 and writes in the inputs' dtype."""
     return dtype
 
 
@@ -61,10 +59,10 @@ def _forward_layer(
         q, out, lse = cut(q_BMHD, group.rows), cut(out_BMHE, group.rows), cut(lse_BHM, group.rows, 2)
         k, v = cut(k_BNGD, group.keys), cut(v_BNGE, group.keys)
         if not group.is_packed:
-            _forward(request, q, k, v, group.window, out, lse, sinks)
+            window_forward(request, q, k, v, group.window, out, lse, sinks)
             continue
         for b in range(q.shape[0]):
-            _forward(request, q[b], k[b], v[b], group.window, out[b], lse[b], sinks, group)
+            window_forward(request, q[b], k[b], v[b], group.window, out[b], lse[b], sinks, group)
 
 
 def _backward_layer(
@@ -99,105 +97,16 @@ def _backward_layer(
         k, v, dk, dv = (cut(x, group.keys) for x in (k_BNGD, v_BNGE, dk_BNGD, dv_BNGE))
         lse = cut(lse_BHM, group.rows, 2)
         if not group.is_packed:
-            _backward(request, dout, q, k, v, out, lse, group.window, dq, dk, dv, sinks, dsinks_H)
+            window_backward(request, dout, q, k, v, out, lse, group.window, dq, dk, dv, sinks, dsinks_H)
             continue
         for b in range(q.shape[0]):
-            _backward(
+            window_backward(
                 request, dout[b], q[b], k[b], v[b], out[b], lse[b], group.window, dq[b], dk[b], dv[b], sinks,
                 dsinks_H, group,
             )  # fmt: skip
 
 
-def _forward(
-    request: Request,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: FlashWindow,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    packed: Group | None = None,
-) -> None:
-    """Write out and lse of trimmed blocks, in place unless the head dim has to be padded."""
-    width, v_width = _width(request.head_dim), _width(request.v_head_dim)
-    target = out if v_width == request.v_head_dim else out.new_empty(*out.shape[:-1], v_width)
-    start_forward(
-        interface(), padded(q, width), padded(k, width), padded(v, v_width), target, lse, sinks, request.scale,
-        request.softcap, window, _tile(request, window), **_varlen(packed, q.device),
-    )  # fmt: skip
-    if target is not out:
-        out.copy_(target[..., : request.v_head_dim])
-
-
-def _backward(
-    request: Request,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    window: FlashWindow,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    dsinks: torch.Tensor | None = None,
-    packed: Group | None = None,
-) -> None:
-    """Write dq, dk and dv of trimmed blocks, in place unless a head dim has to be padded; add to dsinks."""
-    # Its backward takes one head dim where heads are shared.
-    width = max(_width(request.head_dim), _width(request.v_head_dim))
-    targets = tuple(x if x.shape[-1] == width else x.new_empty(*x.shape[:-1], width) for x in (dq, dk, dv))
-    _, _, _, *shares = interface()._flash_attn_bwd(
-        padded(q, width), padded(k, width), padded(v, width), padded(out, width), padded(dout, width),
-        lse, softmax_scale=request.scale, softcap=request.softcap, window_size_left=window[0],
-        window_size_right=window[1], dq=targets[0], dk=targets[1], dv=targets[2], learnable_sink=sinks,
-        deterministic=request.deterministic, **_varlen(packed, q.device),
-    )  # fmt: skip
-    for grad, target in zip((dq, dk, dv), targets, strict=True):
-        if target is not grad:
-            grad.copy_(target[..., : grad.shape[-1]])
-    for share in shares if dsinks is not None else ():
-        dsinks += share
-
-
-def _varlen(packed: Group | None, device: torch.device) -> dict[str, Any]:
-    if packed is None:
-        return {}
-    cu_seqlens_q, cu_seqlens_k = boundaries_on(packed, device)
-    return {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max(packed.q_lens), "max_seqlen_k": max(packed.k_lens),
-    }  # fmt: skip
-
-
-_forward_by_block = forward_by_block(forward_on_bands(_forward))
-_backward_by_block = backward_by_block(backward_on_bands(_backward))
-forward = forward_by_layer(_forward_layer, grad_dtype)
-backward = backward_by_layer(_backward_layer, grad_dtype)
-
-
-def _tile(request: Request, window: FlashWindow) -> tuple[int, int] | None:
-    """Tile of forward, in rows and keys; None is the package's own choice.
-
-    Measured on H200 at 64/8 heads of 64, in ms against its own: windows of 128 tokens 0.487 against
-    0.555, of 256 0.638 against 0.698, of 512 the same.
-    """
-    left, right = window
-    narrow = left is not None and right is not None and left + right < 384
-    return (192, 64) if narrow and max(request.head_dim, request.v_head_dim) <= 64 and _is_hopper(request) else None
-
-
-def _is_hopper(request: Request) -> bool:
-    return capability(request.device)[0] == 9
-
-
-def _width(head_dim: int) -> int:
-    """The head dim to compute with: a multiple of 32.
-
-    At odd multiples of 16 (16, 48, 80, 112, and 8 and 72, which round to such) the backward of
-    4.0.0b36 gives a wrong dq, and with shared heads a wrong dk and dv. Seen on H200.
-    """
-    return -(-head_dim // _WIDTHS) * _WIDTHS
+_forward_by_block = forward_by_block(forward_on_bands(window_forward))
+_backward_by_block = backward_by_block(backward_on_bands(window_backward))
+forward = forward_by_layer(_forward_layer, partial_dtype)
+backward = backward_by_layer(_backward_layer, partial_dtype)

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from dtensor_ring_swa.block import Block, Call
-from dtensor_ring_swa.device import kept, to_device
+from dtensor_ring_swa.device import cached_per_stream, to_device
 from dtensor_ring_swa.kernels.flash_band import FlashWindow
 
 
@@ -38,7 +38,7 @@ class Group:
         return len(self.q_lens) > 1
 
 
-@kept(256)
+@cached_per_stream(256)
 def boundaries_on(group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each block's queries and keys begin, and the last ones end: int32, ready on the device."""
     q_starts, k_starts = (to_device([0, *accumulate(lengths)], device) for lengths in (group.q_lens, group.k_lens))
@@ -76,21 +76,21 @@ def _window(blocks: Sequence[Block]) -> FlashWindow | None:
     windows = [b.band.flash_window(*size) for b, size in zip(blocks, sizes, strict=True)]
     left = _side([w[0] for w in windows], [k_len - 1 for _, k_len in sizes])
     right = _side([w[1] for w in windows], [q_len - 1 for q_len, _ in sizes])
-    return None if left is False or right is False else (left, right)
+    return (*left, *right) if left and right else None
 
 
-def _side(reaches: Sequence[int], needs: Sequence[int]) -> int | bool | None:
-    """One side of the window: its reach, None if it hides nothing anywhere, False if blocks differ.
+def _side(reaches: Sequence[int], needs: Sequence[int]) -> tuple[int | None] | tuple[()]:
+    """One side of the window: its reach, or None if it hides nothing anywhere; no side at all if blocks differ.
 
     A side hides nothing of a block from the reach that the block needs upwards; blocks of which it
     hides something must have just this reach.
     """
     hiding = {reach for reach, need in zip(reaches, needs, strict=True) if reach < need}
     if not hiding:
-        return None
+        return (None,)
     (reach, *others) = hiding
     fits = not others and all(need <= reach for r, need in zip(reaches, needs, strict=True) if r != reach)
-    return reach if fits else False
+    return (reach,) if fits else ()
 
 
 def _group(blocks: Sequence[Block]) -> Group:

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from dtensor_ring_swa.block import Block, Call, in_layers
-from dtensor_ring_swa.device import kept, to_device
+from dtensor_ring_swa.device import cached_per_stream, to_device
 
 # Calls that are kept; the intervals of one take 8 bytes a row and layer.
 KEPT = 64
@@ -54,13 +54,13 @@ class _Span:
         return max(other_lo - hi, lo - other_hi) <= _NEAR
 
 
-@kept(KEPT)
+@cached_per_stream(KEPT)
 def intervals_of_queries(call: Call, device: torch.device) -> torch.Tensor:
     """The keys that each query row sees: int32 ``[layers, 2, q_len]``, first and end; 0 and 0 if none."""
     return _intervals([_Span.of_queries(block) for block in call.blocks], call.q_len, device)
 
 
-@kept(KEPT)
+@cached_per_stream(KEPT)
 def intervals_of_keys(call: Call, device: torch.device) -> torch.Tensor:
     """The queries that see each key row: int32 ``[layers, 2, k_len]``, first and end; 0 and 0 if none."""
     return _intervals([_Span.of_keys(block) for block in call.blocks], call.k_len, device)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.kernels.blocks import backward_by_block, backward_by_layer, forward_by_block, forward_by_layer
+from dtensor_ring_swa.kernels.blocks import backward_by_block, forward_by_block
+from dtensor_ring_swa.kernels.layers import backward_by_layer, forward_by_layer
 from dtensor_ring_swa.kernels.request import Request
 
 NAME = "reference"
@@ -24,8 +25,8 @@ def supports(request: Request) -> str | None:
     return None
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Partial dk and dv stay in the dtype of the arithmetic, so that their sum is rounded once."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Partial results stay in the dtype of the arithmetic, so that their sum is rounded once."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -80,8 +81,8 @@ def _backward(
         dk_BNGD[:, keys] += (dscores.transpose(-1, -2) @ q).sum(2).transpose(1, 2)
 
 
-forward = forward_by_layer(forward_by_block(_forward), grad_dtype)
-backward = backward_by_layer(backward_by_block(_backward), grad_dtype)
+forward = forward_by_layer(forward_by_block(_forward), partial_dtype)
+backward = backward_by_layer(backward_by_block(_backward), partial_dtype)
 
 
 def _tiles(band: Band, q_len: int, k_len: int) -> Iterator[tuple[slice, slice, Band]]:
@@ -118,7 +119,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 def _heads_first(x_BMHD: torch.Tensor, groups: int) -> torch.Tensor:
     """``[B, M, G * R, D]`` to ``[B, G, R, M, D]`` in the dtype of the arithmetic."""
     x = x_BMHD.unflatten(2, (groups, -1)).movedim(1, 3)
-    return x.to(grad_dtype(x.dtype))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _keys_first(x_BNGD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Request:
         scale: Factor on the scores.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; 0.0 leaves them.
         deterministic: Bitwise the same gradients on every run.
-        reach: Tokens that the window shows besides the query's own; None if it has no limit.
+        neighbours: Tokens that the window shows besides the query's own; None if it has no limit.
     """
 
     device: torch.device
@@ -32,7 +32,7 @@ class Request:
     scale: float
     softcap: float = 0.0
     deterministic: bool = False
-    reach: int | None = None
+    neighbours: int | None = None
 
 
 class Kernel(Protocol):
@@ -43,14 +43,17 @@ class Kernel(Protocol):
     tensors they are given, which may be row slices of larger ones.
     """
 
-    NAME: str
+    @property
+    def NAME(self) -> str:
+        """What ``kernel=`` calls it."""
+        ...
 
     def supports(self, request: Request) -> str | None:
         """None, or why the request cannot be served here and what can."""
         ...
 
-    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The widest dtype in which it writes what is going to be joined or added, for inputs of ``dtype``."""
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The widest dtype in which it writes partial results, to be joined or added, for inputs of ``dtype``."""
         ...
 
     def forward(
@@ -86,7 +89,7 @@ class Kernel(Protocol):
         sinks_H: torch.Tensor | None = None,
         dsinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Write dq of all rows, in q's dtype or ``grad_dtype``, and dk and dv of all keys, in ``grad_dtype``.
+        """Write dq of all rows, in q's dtype or ``partial_dtype``, and dk and dv of all keys, in ``partial_dtype``.
 
         With learned sinks, out and lse are the joint ones, and the call's share of their gradient is
         added to ``dsinks_H`` (lse's dtype).

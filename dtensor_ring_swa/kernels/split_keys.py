@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.device import kept, to_device
+from dtensor_ring_swa.device import cached_per_stream, to_device
 from dtensor_ring_swa.kernels.intervals import KEPT, intervals_of_keys
 
 # Key rows of a part, and its query rows.
@@ -58,7 +58,7 @@ class SplitKeys(NamedTuple):
         return sums.view(-1, batch, *row).transpose(0, 1).index_select(1, self.places)
 
 
-@kept(KEPT)
+@cached_per_stream(KEPT)
 def split_keys(call: Call, device: torch.device) -> tuple[torch.Tensor, SplitKeys | None]:
     """``intervals_of_keys`` without the keys that are split, and those."""
     bounds, tiles = intervals_of_keys(call, device), _tiles(call)

@@ -6,10 +6,6 @@ So it takes what others do not (float32, softcap, learned sinks), and its gradie
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
-from types import ModuleType
-
 import torch
 
 from dtensor_ring_swa.block import Call
@@ -17,6 +13,7 @@ from dtensor_ring_swa.kernels.few_keys import FewKeys, bounds_of_queries
 from dtensor_ring_swa.kernels.request import Request
 from dtensor_ring_swa.kernels.split_keys import split_keys
 from dtensor_ring_swa.kernels.triton_launch import start
+from dtensor_ring_swa.kernels.triton_package import cannot_build, is_interpreted, missing, programs
 from dtensor_ring_swa.kernels.triton_tiles import DKDV, DQ, DQ_FEW, FORWARD, SPLIT, options_for
 
 NAME = "triton"
@@ -31,20 +28,20 @@ def supports(request: Request) -> str | None:
     widths = request.head_dim, request.v_head_dim
     if min(widths) < 1 or max(widths) > _MAX_HEAD_DIM:
         return f"it takes head dims from 1 to {_MAX_HEAD_DIM}, got {widths[0]} and {widths[1]}"
-    if reason := _missing():
+    if reason := missing():
         return reason
-    if _is_interpreted():
+    if is_interpreted():
         return None if request.dtype != torch.bfloat16 else "Triton's interpreter does not multiply bfloat16"
     if request.device.type != "cuda":
         return f"it needs a GPU, and the tensors are on {request.device.type!r}"
     # AMD's GPUs, which torch calls "cuda" too, have capabilities of another kind. It has not been run there.
     if torch.version.hip is None and torch.cuda.get_device_capability(request.device) < (8, 0):
         return "it needs compute capability 8.0 or newer"
-    return _cannot_build()
+    return cannot_build()
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """It accumulates in float32 over all blocks and heads, and writes dk and dv in the inputs' dtype."""
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """It accumulates in float32 over all blocks and heads, and writes in the inputs' dtype."""
     return dtype
 
 
@@ -66,7 +63,7 @@ def forward(
     bounds, few = bounds_of_queries(call, q_BMHD.device)
     with torch.cuda.device_of(q_BMHD):
         start(
-            _programs().forward, q_BMHD.device, (tiles, k_BNGD.shape[2], batch), options,
+            programs().forward, q_BMHD.device, (tiles, k_BNGD.shape[2], batch), options,
             _strided(q_BMHD), _strided(k_BNGD), _strided(v_BNGE), None if sinks_H is None else sinks_H.contiguous(),
             _strided(out_BMHE), _strided_lse(lse_BHM), bounds, rows, *_layers(bounds, few), *_scales(request),
         )  # fmt: skip
@@ -101,7 +98,7 @@ def backward(
     def keys_pass(program: int, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
         _, tiles, options = options_for(program, request, q_BMHD, tensors[0])
         start(
-            _programs().backward_keys, device, (tiles, groups, batch), options,
+            programs().backward_keys, device, (tiles, groups, batch), options,
             dout, q, *map(_strided, tensors), terms, bounds, tensors[0].shape[1], len(bounds), *_scales(request),
             request.scale,
         )  # fmt: skip
@@ -112,7 +109,7 @@ def backward(
         tiles, _, options = options_for(DQ if few is None else DQ_FEW, request, q_BMHD, k_BNGD)
         shares = [] if few is None else few.new_shares(tiles, grads, lse_BHM.dtype)
         start(
-            _programs().backward_queries, device, (tiles, groups, batch), options,
+            programs().backward_queries, device, (tiles, groups, batch), options,
             dout, q, *map(_strided, keys), out, _strided_lse(lse_BHM), _strided(dq_BMHD), terms, bounds,
             q_BMHD.shape[1], *_layers(bounds, few), *(_of_tiles(x) for x in shares or (None, None)), *_scales(request),
             request.scale,
@@ -166,33 +163,3 @@ def _scales(request: Request) -> tuple[float, float]:
     if request.softcap:
         return request.scale / request.softcap, request.softcap * _LOG2E
     return request.scale * _LOG2E, 0.0
-
-
-@lru_cache(maxsize=1)
-def _programs() -> ModuleType:
-    return importlib.import_module("dtensor_ring_swa.kernels.triton_kernels")
-
-
-@lru_cache(maxsize=1)
-def _missing() -> str | None:
-    try:
-        _programs()
-    except ImportError as error:
-        return f"it needs triton (pip install 'dtensor-ring-swa[triton]'): {error}"
-    return None
-
-
-@lru_cache(maxsize=1)
-def _is_interpreted() -> bool:
-    """Whether Triton runs the programs in Python, on any device: it chose when they were defined."""
-    return not isinstance(_programs().forward, importlib.import_module("triton.runtime").JITFunction)
-
-
-@lru_cache(maxsize=1)
-def _cannot_build() -> str | None:
-    """Why Triton cannot start programs here. It builds its launchers with a C compiler and Python's headers."""
-    try:
-        _ = importlib.import_module("triton.runtime").driver.active.utils
-    except Exception as error:
-        return f"triton cannot build its launchers here: {error!r}"
-    return None

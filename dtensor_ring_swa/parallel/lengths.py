@@ -9,8 +9,8 @@ from zlib import crc32
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.documents import Documents
-from dtensor_ring_swa.groups import agree
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.parallel.inputs import Call, Key
 from dtensor_ring_swa.parallel.joint import Form
