@@ -12,11 +12,11 @@ import torch
 
 from dtensor_ring_swa.kernels import triton_launch
 from dtensor_ring_swa.kernels.triton_launch import start
-from dtensor_ring_swa.kernels.triton_tiles import Options, Sizes
+from dtensor_ring_swa.kernels.triton_tiles import Sizes, StartOptions
 
 CPU = torch.device("cpu")
 SIZES = Sizes(64, 64, 1, 64, 32, 64, 64, CAPPED=False)
-OPTIONS = Options(SIZES, 4, 3)
+OPTIONS = StartOptions(SIZES, 4, 3)
 
 
 class Started(NamedTuple):
@@ -78,7 +78,7 @@ def test_a_build_is_started_again_with_the_arguments_of_the_call() -> None:
 
 def test_what_a_build_may_depend_on_makes_another() -> None:
     bounds = torch.empty(4, dtype=torch.int32)
-    kinds: list[tuple[torch.device, Options, tuple[Any, ...]]] = [
+    kinds: list[tuple[torch.device, StartOptions, tuple[Any, ...]]] = [
         (CPU, OPTIONS, (strided(), bounds, 7, None)),
         (CPU, OPTIONS, (strided(offset=1), bounds, 7, None)),  # not aligned to 16 bytes
         (CPU, OPTIONS, (strided(columns=8), bounds, 7, None)),

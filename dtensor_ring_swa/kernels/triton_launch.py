@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from dtensor_ring_swa.kernels.triton_tiles import Options
+from dtensor_ring_swa.kernels.triton_tiles import StartOptions
 
 # Builds differ for pointers that are multiples of it.
 _ALIGNED = 16
 
 
-def start(program: Any, device: torch.device, grid: tuple[int, int, int], options: Options, *arguments: Any) -> None:
+def start(
+    program: Any, device: torch.device, grid: tuple[int, int, int], options: StartOptions, *arguments: Any
+) -> None:
     """Start ``program[grid](*arguments, options.sizes)`` on the current device, which is ``device``.
 
     Args:

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     CAPPED: bool
 
 
-class Options(NamedTuple):
+class StartOptions(NamedTuple):
     """What a program is started with besides its arguments."""
 
     sizes: Sizes
@@ -77,7 +77,9 @@ _WIDE_TILES = {
 }
 
 
-def options_for(program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor) -> tuple[int, int, Options]:
+def options_for(
+    program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: torch.Tensor
+) -> tuple[int, int, StartOptions]:
     """Tiles of packed query rows, tiles of key rows, and the options to start the program with."""
     group = q_BMHD.shape[2] // k_BNGD.shape[2]
     options = _options(program, request, group, shared_memory(q_BMHD.device))
@@ -85,13 +87,13 @@ def options_for(program: int, request: Request, q_BMHD: torch.Tensor, k_BNGD: to
 
 
 @lru_cache(maxsize=256)
-def _options(program: int, request: Request, group: int, limit: float) -> Options:
+def _options(program: int, request: Request, group: int, limit: float) -> StartOptions:
     padded = [max(16, 1 << (width - 1).bit_length()) for width in (request.head_dim, request.v_head_dim)]
     tile = _tile(program, max(64, *padded), request.dtype, limit)
     sizes = Sizes(
         request.head_dim, request.v_head_dim, group, tile.rows, tile.keys, *padded, CAPPED=bool(request.softcap)
     )
-    return Options(sizes, tile.warps, tile.stages)
+    return StartOptions(sizes, tile.warps, tile.stages)
 
 
 @lru_cache
