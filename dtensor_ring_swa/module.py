@@ -72,12 +72,24 @@ class RingAttention(nn.Module):
 
         ``sinks`` and ``cu_seqlens`` go to ``ring_attention`` as they are.
         """
+        return self._attend(q, k, v, self.scale, sinks, cu_seqlens)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> torch.Tensor:
+        """Attend with the module's options, and a scale that may be the call's alone."""
         return ring_attention(
             q,
             k,
             v,
             window=self.window,
-            scale=self.scale,
+            scale=scale,
             softcap=self.softcap,
             sinks=sinks,
             sink_tokens=self.sink_tokens,

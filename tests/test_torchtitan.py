@@ -79,7 +79,10 @@ def test_decoder_equals_one_process(pools: Pools, window: tuple[int, int]) -> No
 
 def test_called_as_torchtitan_calls() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 4)
-    out = InnerAttention((3, 0))(q, k, v, attention_masks=None, scale=0.3, enable_gqa=False)
+    inner = InnerAttention((3, 0), scale=2.0)
+    out = inner(q, k, v, attention_masks=None, scale=0.3, enable_gqa=False)
     assert torch.equal(out, ring_attention(q, k, v, window=(3, 0), scale=0.3))
+    # A call's scale is that call's alone.
+    assert torch.equal(inner(q, k, v), ring_attention(q, k, v, window=(3, 0), scale=2.0))
     with pytest.raises(NotImplementedError, match="attention_masks, out_transform cannot be honoured"):
         InnerAttention((3, 0))(q, k, v, attention_masks=torch.ones(8, 8), out_transform=torch.relu)

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from dtensor_ring_swa.groups import group_of
@@ -37,7 +36,8 @@ NAME = "ring"
 # Losses that compare a token's logits with the label at the same place; others need labels of the next shard.
 LOCAL_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
-_attached: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+# Where a model holds the handles of its hooks: there they are copied with it, and are then those of the copy's hooks.
+_HANDLES = "_dtensor_ring_swa_handles"
 
 
 def register() -> None:
@@ -98,11 +98,11 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
     detach(model)
     register()
     model.set_attn_implementation(NAME)
-    names = {module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)}
-    if names != {NAME}:
+    others = _other_attention(model)
+    if others:
         raise NotImplementedError(
-            f"{type(model).__name__} keeps the attention {sorted(map(str, names - {NAME}))}; use a model that takes "
-            "it from transformers' AttentionInterface"
+            f"{type(model).__name__} keeps the attention {others}; use a model that takes it from transformers' "
+            "AttentionInterface"
         )
     entered: list[Token[Scope | None]] = []
 
@@ -115,17 +115,24 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
         if entered:
             scope.reset(entered.pop())
 
-    _attached[model] = (
+    handles = (
         model.register_forward_pre_hook(enter, with_kwargs=True),
         # Also when the model raises.
         model.register_forward_hook(leave, always_call=True),
     )
+    setattr(model, _HANDLES, handles)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Take back ``attach``'s hooks, if there are any; the model keeps its ``attn_implementation``."""
-    for handle in _attached.pop(model, ()):
+    for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
+
+
+def _other_attention(model: nn.Module) -> list[str]:
+    """The attentions but "ring" that a model, or a model in it, is set to."""
+    names = {module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return sorted(map(str, names - {NAME}))
 
 
 def _by_name(
@@ -178,6 +185,13 @@ def _shard_of(
 
 def _check_call(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Raise for what a model that sees one shard cannot do."""
+    others = _other_attention(model)
+    if others:
+        raise ValueError(
+            f"an attached model needs attn_implementation='ring', and {type(model).__name__} was set to {others}, by "
+            "set_attn_implementation or by another model of the same configuration; that would attend to this rank's "
+            "shard alone: attach(model, mesh) again, or detach(model)"
+        )
     refuse_padding(given.get("attention_mask"))
     loss = getattr(model, "loss_type", None)
     if given.get("labels") is not None and given.get("shift_labels") is None and loss not in LOCAL_LOSSES:

@@ -38,6 +38,4 @@ class InnerAttention(RingAttention):
                 f"{', '.join(unknown)} cannot be honoured; call the model without attention_masks, and give the window "
                 "to InnerAttention(window=...)"
             )
-        if scale is not None:
-            self.scale = scale
-        return super().forward(q, k, v)
+        return self._attend(q, k, v, self.scale if scale is None else scale)
