@@ -408,7 +408,33 @@ def places_here() -> torch.Tensor:
     return positions(mesh_here(), 26)[None]
 
 
+def on_rank_1(given: dict[str, Any]) -> dict[str, Any]:
+    """For one of the two ranks alone."""
+    return given if rank_here() else {}
+
+
+def call_other_on_rank_1(**autocast: Any) -> None:
+    """An attached model that on one rank trains, or is under autocast."""
+    model = model_of("mistral").train(not autocast and rank_here() == 1)
+    hf.attach(model, mesh_here())
+    with torch.autocast("cpu", enabled=bool(autocast) and rank_here() == 1, **autocast):
+        model(tokens_of(1, 13))
+
+
 REFUSED: dict[str, Callable[..., None]] = {
+    "NotImplementedError: MistralAttention needs a mask from the": lambda: call_in_context(
+        "mistral", position_ids=places_here(), **on_rank_1({"attention_mask": torch.zeros(1, 1, 13, 13)})
+    ),
+    "ValueError: an attached model takes integer input_ids, or inputs_embeds, got both": lambda: call(
+        **on_rank_1({"inputs_embeds": torch.ones(1, 13, 32)})
+    ),
+    "ValueError: an attached model takes integer input_ids, or inputs_embeds, got input_ids of": lambda: call(
+        **on_rank_1({"input_ids": torch.ones(1, 13)})
+    ),
+    "ValueError: the ranks disagree on training or evaluation": call_other_on_rank_1,
+    "ValueError: the ranks disagree on training or evaluation, whether": lambda: call_other_on_rank_1(
+        dtype=torch.bfloat16
+    ),
     "NotImplementedError: an attention_mask that hides tokens": lambda: call(attention_mask=padded_on_one_rank()),
     "NotImplementedError: an attention_mask that hides": lambda: call_in_context(
         "mistral", attention_mask=padded_on_one_rank(), position_ids=places_here()

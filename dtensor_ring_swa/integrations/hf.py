@@ -26,7 +26,7 @@ from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.integrations.hf_attention import passed_on, ring_attention_forward
 from dtensor_ring_swa.integrations.hf_mask import Scope, refuse_padding, ring_mask, scope
 from dtensor_ring_swa.integrations.hf_model import first_position, refuse_mixing
-from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle
+from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle, state_of
 from dtensor_ring_swa.sequence import positions
 
 __all__ = ["attach", "context_parallel", "detach", "register"]
@@ -156,7 +156,7 @@ def _shard_of(
 ) -> tuple[Scope, dict[str, Any]]:
     """Check one call's arguments with the other ranks, and complete them. Collective."""
     error: Exception | None = None
-    batch, rows, tokens, given, others = 0, 0, None, {}, {}
+    batch, rows, tokens, given, others, state = 0, 0, None, {}, {}, ""
     try:
         given, others = _by_name(signature, args, kwargs)
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
@@ -170,10 +170,11 @@ def _shard_of(
             )
         batch, rows = tokens.shape[:2]
         _check_call(model, given)
+        state = state_of(model, tokens)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         error = problem
     position_ids, edges = given.get("position_ids"), (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
-    settled = settle(mesh, batch, rows, position_ids, edges, error, passed_on(others))
+    settled = settle(mesh, batch, rows, position_ids, edges, error, passed_on(others), state)
     assert tokens is not None
     if position_ids is None:
         own = positions(mesh, settled.seq_len, device=tokens.device)
@@ -192,6 +193,10 @@ def _check_call(model: PreTrainedModel, given: dict[str, Any]) -> None:
             "set_attn_implementation or by another model of the same configuration; that would attend to this rank's "
             "shard alone: attach(model, mesh) again, or detach(model)"
         )
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if ids is not None and (embeds is not None or ids.is_floating_point()):
+        what = "both" if embeds is not None else f"input_ids of {ids.dtype}"
+        raise ValueError(f"an attached model takes integer input_ids, or inputs_embeds, got {what}; pass one of them")
     refuse_padding(given.get("attention_mask"))
     loss = getattr(model, "loss_type", None)
     if given.get("labels") is not None and given.get("shift_labels") is None and loss not in LOCAL_LOSSES:
