@@ -13,7 +13,7 @@ from dtensor_ring_swa.agreement import agree
 from dtensor_ring_swa.autocast import cast_inputs
 from dtensor_ring_swa.call_checks import Checked, CuSeqlens, check_call
 from dtensor_ring_swa.checks import check_documents
-from dtensor_ring_swa.dtensor import attention
+from dtensor_ring_swa.dtensor import attention, viewed
 from dtensor_ring_swa.facts import FACTS, facts_of
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.library import out_of_graphs
@@ -124,7 +124,7 @@ def ring_attention(
     """
     packed = cu_seqlens is not None and all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in (q, k, v))
     if packed:
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+        q, k, v = (viewed(x, lambda x: x.unsqueeze(0)) for x in (q, k, v))
     q, k, v = cast_inputs(q, k, v)
     group = None if mesh is None or isinstance(q, DTensor) else group_of(mesh)
     error: Exception | None = None
@@ -166,5 +166,5 @@ def ring_attention(
     run = attention if tracing else out_of_graphs(attention)
     out, lse, _ = run(q, k, v, sinks, checked.boundaries, tokens, [scale, softcap], text, checked.place)
     if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
+        out, lse = viewed(out, lambda x: x.squeeze(0)), viewed(lse, lambda x: x.squeeze(0))
     return (out, lse) if return_lse else out

@@ -57,7 +57,12 @@ def check_tokens(tokens: object) -> None:
     """Raise ValueError unless it is a plain tensor of integers, as tokens and positions of a whole sequence are."""
     if isinstance(tokens, DTensor):
         raise ValueError("tokens and positions are taken whole and plain, got a DTensor; pass its full_tensor()")
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype == torch.bool or tokens.is_floating_point():
+    if (
+        not isinstance(tokens, torch.Tensor)
+        or tokens.dtype == torch.bool
+        or tokens.is_floating_point()
+        or tokens.is_complex()
+    ):
         found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
         raise ValueError(f"tokens and positions must be a tensor of integers, got {found}")
 

@@ -91,6 +91,15 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
         )
 
 
+def viewed(x: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``view(x)``, in inference mode too, where torch 2.13 makes no views of DTensors that come from outside of it."""
+    outside = isinstance(x, DTensor) and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    if not outside or x.is_inference():
+        return view(x)
+    with torch.inference_mode(False), torch.no_grad():
+        return view(x)
+
+
 def _stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride = [1]
     for size in reversed(shape[1:]):

@@ -76,6 +76,8 @@ def check_sinks(sinks_H: torch.Tensor, q: torch.Tensor, how: Sharding | None) ->
     if not isinstance(sinks_H, torch.Tensor) or sinks_H.ndim != 1 or not sinks_H.is_floating_point():
         found = f"{sinks_H.dtype} {list(sinks_H.shape)}" if isinstance(sinks_H, torch.Tensor) else repr(sinks_H)
         raise ValueError(f"sinks must be a float tensor [{q.shape[2]}], a logit a query head, got {found}")
+    if sinks_H.layout != torch.strided:
+        raise ValueError(f"sinks must be a dense tensor, got {sinks_H.layout}; pass sinks.to_dense()")
     # First where they lie: a DTensor counts the heads of all ranks, and q may be this rank's alone.
     if isinstance(sinks_H, DTensor):
         _check_placements(sinks_H, q, how)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring_swa.call_checks import CuSeqlens
 from dtensor_ring_swa.checks import check_documents
@@ -36,9 +37,11 @@ def next_token_labels(
         int64 labels of tokens' shape.
 
     Raises:
-        ValueError: If tokens are not integers, or the boundaries do not fit them; see ``ring_attention``.
+        ValueError: If tokens are no sequence of integers, or the boundaries do not fit them; see ``ring_attention``.
     """
     check_tokens(tokens)
+    if not tokens.ndim:
+        raise ValueError("labels are made of a sequence of tokens, [..., S], got a tensor without dims")
     labels = torch.full(tokens.shape, ignore_index, dtype=torch.long, device=tokens.device)
     labels[..., :-1] = tokens[..., 1:]
     if cu_seqlens is None:
@@ -80,7 +83,7 @@ def token_mean(
 
     Raises:
         ValueError: If ``gradients`` is neither, ``mesh`` is no mesh or one that this rank is not in, or
-            ``loss_sum`` or ``count`` is not a single number.
+            ``loss_sum`` or ``count`` is not a single number, plain and on this rank; ``loss_sum`` a float.
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients must be 'mean' or 'sum', got {gradients!r}")
@@ -106,8 +109,13 @@ def token_mean(
 
 def _check_scalar(name: str, x: object, advice: str) -> None:
     """Raise ValueError unless it is one number: a tensor without dims or, for a count, a plain number."""
+    if isinstance(x, DTensor):
+        raise ValueError(f"{name} must be this rank's own, a plain tensor, got a DTensor {x.placements}; {advice}")
     if isinstance(x, torch.Tensor):
         if x.ndim:
             raise ValueError(f"{name} must be a scalar, got a tensor of shape {list(x.shape)}; {advice}")
+        # The mean of an integer loss would be cut to an integer.
+        if x.is_complex() or (name != "count" and not x.is_floating_point()):
+            raise ValueError(f"{name} must be a real{' float' * (name != 'count')} tensor, got {x.dtype}; {advice}")
     elif name != "count" or not (isinstance(x, (int, float)) or hasattr(x, "__float__")):
         raise ValueError(f"{name} must be a scalar{' tensor' * (name != 'count')}, got {x!r}; {advice}")

@@ -74,3 +74,5 @@ def check_seq_len(seq_len: int | None) -> None:
         isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)) or seq_len < 0
     ):
         raise ValueError(f"seq_len must be a number of tokens >= 0, got {seq_len!r}")
+    if isinstance(seq_len, int) and seq_len > MOST_TOKENS:
+        raise ValueError(f"seq_len must be at most {MOST_TOKENS}, got {seq_len}")

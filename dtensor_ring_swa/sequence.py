@@ -18,7 +18,11 @@ from dtensor_ring_swa.layout import Run, chunk_length, runs
 from dtensor_ring_swa.option_checks import check_layout, check_seq_len
 
 # The first is checked against torch.chunk's sizes; all others must be equal on every rank.
-_FACTS = ("the length of a shard", "how many tensors to gather", "the dtype, the device, or sizes of other dims")
+_FACTS = (
+    "the length of a shard",
+    "how many tensors to gather",
+    "the dtype, the device, the layout, or sizes of other dims",
+)
 
 
 @overload
@@ -128,7 +132,8 @@ def gather_sequence(
     wholes = []
     for x in tensors:
         shape = list(x.shape)
-        others = repr((x.dtype, x.device.type, dim % x.ndim, [*shape[: dim % x.ndim], 0, *shape[dim % x.ndim + 1 :]]))
+        sizes = [*shape[: dim % x.ndim], 0, *shape[dim % x.ndim + 1 :]]
+        others = repr((x.dtype, x.device.type, layout, dim % x.ndim, sizes))
         shape[dim] = agree(group, _FACTS, (x.shape[dim], len(tensors), crc32(others.encode())))
         dealt = wrap(x, axis, (Shard(dim % x.ndim),), shape).full_tensor()
         if layout != "contiguous":

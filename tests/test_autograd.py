@@ -11,15 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_ring_swa import ContextParallel, RingAttention, ring_attention, shard_sequence
+from dtensor_ring_swa.integrations.sdpa import ring_sdpa
 from dtensor_ring_swa.schedule import Schedule
 from dtensor_ring_swa.testing import RankPool
 
@@ -240,6 +242,31 @@ def without_gradients(form: str) -> tuple[float, float]:
 @pytest.mark.parametrize("form", FORMS)
 def test_modes_without_gradients(pools: Pools, form: str) -> None:
     assert max(map(max, pools(2).run(without_gradients, form))) < TOLERANCE
+
+
+def views_in_inference_mode() -> float:
+    """DTensors of which attention needs views, [T, H, D] and SDPA's [B, H, S, D]: the distance from one device."""
+    mesh = cp_mesh(case_of(12, (3, 0)))
+    q, k, v = torch.randn(3, 12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want, want_lse = ring_attention(q, k, v, window=(3, 0), cu_seqlens=[0, 12], return_lse=True)
+    packed = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in (q, k, v)]
+    rows = [distribute_tensor(x.transpose(0, 1)[None], mesh, [Shard(2)]) for x in (q, k, v)]
+    with torch.inference_mode():
+        out, lse = ring_attention(*packed, window=(3, 0), cu_seqlens=[0, 12], return_lse=True)
+        with ring_sdpa(window=(3, 0)):
+            through_sdpa = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], is_causal=True)
+    assert not out.requires_grad
+    pairs = (
+        (out, shard_sequence(mesh, want, dim=0)), (lse, shard_sequence(mesh, want_lse)),
+        (through_sdpa, shard_sequence(mesh, want.transpose(0, 1)[None], dim=2)),
+    )  # fmt: skip
+    locals_ = [(got._local_tensor, expected) for got, expected in pairs if isinstance(got, DTensor)]
+    assert len(locals_) == len(pairs)
+    return max(float((got - expected).abs().max()) for got, expected in locals_)
+
+
+def test_dtensors_are_viewed_in_inference_mode(pools: Pools) -> None:
+    assert max(pools(2).run(views_in_inference_mode)) < TOLERANCE
 
 
 def backward_elsewhere(form: str) -> tuple[float, bool]:

@@ -88,6 +88,10 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"sinks": torch.zeros(2, 1)}, r"sinks must be a float tensor \[2\].* got torch\.float32 \[2, 1\]"),
         ({"sinks": torch.zeros(2).long()}, r"sinks must be a float tensor .* got torch\.int64 \[2\]"),
         ({"sinks": [0.0, 0.0]}, r"sinks must be a float tensor .* got \[0\.0, 0\.0\]"),
+        (
+            {"sinks": torch.zeros(2).to_sparse()},
+            r"sinks must be a dense tensor, got torch\.sparse_coo; pass sinks.to_d",
+        ),
         ({"sinks": torch.zeros(2, device="meta")}, "sinks and q must be on one device, got meta and cpu"),
         ({"cu_seqlens": torch.tensor([1, 4])}, r"start at 0 .* cu_seqlens\[0\] = 1"),
         ({"cu_seqlens": torch.tensor([0])}, r"at least 2 entries, got 1 entries"),
@@ -103,6 +107,7 @@ def test_shapes(change: dict[str, tuple[int, ...]], message: str) -> None:
         ({"seq_len": 9}, "seq_len=9 contradicts the 4 tokens"),
         ({"seq_len": 4.0}, r"seq_len must be a number of tokens >= 0, got 4\.0"),
         ({"seq_len": -4}, "seq_len must be a number of tokens >= 0, got -4"),
+        ({"seq_len": 2**63}, "seq_len must be at most"),
         ({"mesh": "cp"}, "mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"),
     ],
 )

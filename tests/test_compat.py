@@ -198,13 +198,15 @@ def test_nanotron_on_one_device() -> None:
         ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, ValueError, r"cu_seqlens\[2\] = 4 after 5"),
         ({"cu_seqlens": torch.tensor([0, 3, 6])}, ValueError, "= 6 tokens, got sizes"),
         ({"cu_seqlens": None}, ValueError, "cu_seqlens must be the boundaries"),
-        ({"max_seqlen": 3}, ValueError, "max_seqlen=3 is less than the 4 tokens"),
+        ({"max_seqlen": 3}, ValueError, "max_seqlen=3 is less than the 4 tokens of a batch row"),
+        ({"max_seqlen": "4"}, ValueError, "max_seqlen must be an integer or None, got '4'"),
         ({"dropout": 0.1}, NotImplementedError, "dropout of attention weights"),
         ({"alibi_slopes": torch.ones(2)}, NotImplementedError, "alibi_slopes"),
         ({"sliding_window": 4}, NotImplementedError, r"window_size=\(n - 1, 0\)"),
         ({"document_ids": 1}, NotImplementedError, "document_ids cannot be honoured"),
         ({"window_size": 4}, ValueError, "window must be a pair"),
         ({"q": torch.randn(2, 4, 2, 4)}, ValueError, "q must be"),
+        ({"k": None}, ValueError, "k must be .*, got a NoneType"),
     ],
 )
 def test_what_nanotrons_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -334,6 +336,8 @@ def test_what_the_families_refuse(name: str, form: str) -> None:
         packed, parts = FORMS[form][-1], len(FORMS[form][-1])
         with pytest.raises(ValueError, match=rf"{packed} must be \[batch, sequence, {parts}, heads, head_dim\]"):
             getattr(ring_flash_attn, f"{name}_{form}")(*[torch.randn(1, 8, 4, 2, 4)] * len(FORMS[form]))
+        with pytest.raises(ValueError, match=rf"{packed} must be .*, got a NoneType"):
+            getattr(ring_flash_attn, f"{name}_{form}")(*[x[0]] * (len(FORMS[form]) - 1), None)
 
 
 def lonely_refusal(which: str) -> str:

@@ -175,7 +175,7 @@ def refusal(name: str, wrong: str, everywhere: bool) -> str:
     [
         ("dropout", "NotImplementedError: dropout"),
         ("end", "= 9 tokens, got sizes [8, 2, 4]"),
-        ("max_seqlen", "=1 is less than the longest"),
+        ("max_seqlen", " tokens of the longest document"),
         ("kind", "Error: "),
     ],
 )
@@ -233,6 +233,13 @@ def test_what_the_varlen_families_refuse() -> None:
         call("ring_flash_attn_varlen", "func", [x, x, x], [cu_seqlens[None], 8])
     with pytest.raises(ValueError, match="do not describe documents around"):
         call(LLAMA3, "func", [x, x, x], [torch.tensor([0, 3, 8]), torch.tensor([0, 4, 8]), 8, 8, 1, slice(0, 8)])
+    with pytest.raises(ValueError, match=r"local_k_slice must be a slice .* got slice\(None, 8, None\)"):
+        call(LLAMA3, "func", [x, x, x], [cu_seqlens, cu_seqlens, 8, 8, 1, slice(8)])
+    with pytest.raises(ValueError, match="max_seqlen must be an integer or None, got '8'"):
+        call("ring_flash_attn_varlen", "func", [x, x, x], [cu_seqlens, "8"])
+    for rank, ranks in ((0, 0), (2, 2)):
+        with pytest.raises(ValueError, match=f"got rank={rank} and world_size={ranks}"):
+            ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, ranks)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import masking_utils
 from dtensor_ring_swa import Window, gather_sequence, next_token_labels, positions, shard_sequence
 from dtensor_ring_swa.integrations import hf
 from dtensor_ring_swa.integrations.hf_attention import ring_attention_forward
-from dtensor_ring_swa.integrations.hf_mask import RingMask
+from dtensor_ring_swa.integrations.hf_mask import RingMask, scope
 from dtensor_ring_swa.integrations.hf_window import read_window
 from dtensor_ring_swa.layout import shard
 from dtensor_ring_swa.testing import RankPool
@@ -295,6 +296,22 @@ def test_one_device_without_ranks(name: str) -> None:
         model(tokens)
 
 
+def test_a_copy_is_attached_and_detached_like_its_model() -> None:
+    model, tokens = model_of("roberta"), tokens_of(1, 8)
+    want = model(tokens).logits
+    hf.attach(model, None)
+    copied = deepcopy(model)
+    assert (copied(tokens).logits - want).abs().max() < 1e-5
+    # The hooks of the copy's model would have left its scope behind.
+    hf.attach(copied, None)
+    assert (copied(tokens).logits - want).abs().max() < 1e-5
+    assert scope.get() is None
+    hf.detach(copied)
+    with pytest.raises(RuntimeError, match="does not know which ranks"):
+        copied(tokens)
+    assert (model(tokens).logits - want).abs().max() < 1e-5
+
+
 def test_the_implementation_is_found_by_its_name() -> None:
     hf.register()
     config = transformers.MistralConfig(**MODELS["mistral"][1])
@@ -321,6 +338,18 @@ def call(name: str = "mistral", changed: Any = None, train: bool = False, **inpu
     model = model_of(name, **(changed or {})).train(train)
     hf.attach(model, mesh_here())
     model(**({"input_ids": tokens_of(1, 13)} | inputs))
+
+
+def call_of_another_attention(how: str) -> None:
+    """A model that is attached, and then set to an attention that sees this rank's shard alone."""
+    config = transformers.MistralConfig(**MODELS["mistral"][1])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    hf.attach(model, mesh_here())
+    if how == "set":
+        model.set_attn_implementation("sdpa")
+    else:
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model(tokens_of(1, 13))
 
 
 def call_strict(**inputs: Any) -> None:
@@ -379,15 +408,33 @@ def places_here() -> torch.Tensor:
     return positions(mesh_here(), 26)[None]
 
 
-def call_of_two_with_one_configuration() -> None:
-    """The second model takes the first one's attention away: they share what names it."""
-    model = model_of("mistral")
+def on_rank_1(given: dict[str, Any]) -> dict[str, Any]:
+    """For one of the two ranks alone."""
+    return given if rank_here() else {}
+
+
+def call_other_on_rank_1(**autocast: Any) -> None:
+    """An attached model that on one rank trains, or is under autocast."""
+    model = model_of("mistral").train(not autocast and rank_here() == 1)
     hf.attach(model, mesh_here())
-    transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
-    model(tokens_of(1, 13))
+    with torch.autocast("cpu", enabled=bool(autocast) and rank_here() == 1, **autocast):
+        model(tokens_of(1, 13))
 
 
 REFUSED: dict[str, Callable[..., None]] = {
+    "NotImplementedError: MistralAttention needs a mask from the": lambda: call_in_context(
+        "mistral", position_ids=places_here(), **on_rank_1({"attention_mask": torch.zeros(1, 1, 13, 13)})
+    ),
+    "ValueError: an attached model takes integer input_ids, or inputs_embeds, got both": lambda: call(
+        **on_rank_1({"inputs_embeds": torch.ones(1, 13, 32)})
+    ),
+    "ValueError: an attached model takes integer input_ids, or inputs_embeds, got input_ids of": lambda: call(
+        **on_rank_1({"input_ids": torch.ones(1, 13)})
+    ),
+    "ValueError: the ranks disagree on training or evaluation": call_other_on_rank_1,
+    "ValueError: the ranks disagree on training or evaluation, whether": lambda: call_other_on_rank_1(
+        dtype=torch.bfloat16
+    ),
     "NotImplementedError: an attention_mask that hides tokens": lambda: call(attention_mask=padded_on_one_rank()),
     "NotImplementedError: an attention_mask that hides": lambda: call_in_context(
         "mistral", attention_mask=padded_on_one_rank(), position_ids=places_here()
@@ -463,8 +510,11 @@ REFUSED: dict[str, Callable[..., None]] = {
     "NotImplementedError: Lfm2ForCausalLM mixes tokens in model.layers.0.conv.conv": lambda: call_of(
         "Lfm2ForCausalLM", transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
     ),
-    "ValueError: the configuration of an attached model now names the attention ['eager']": (
-        call_of_two_with_one_configuration
+    "ValueError: an attached model needs attn_implementation='ring', and MistralForCausalLM was set to ['sdpa']": (
+        lambda: call_of_another_attention("set")
+    ),
+    "ValueError: an attached model needs attn_implementation='ring', and MistralForCausalLM was set to ['eager']": (
+        lambda: call_of_another_attention("shared configuration")
     ),
     "ValueError: mesh must have one axis": lambda: hf.attach(model_of("mistral"), mesh_of((2, 2), ("dp", "cp"))),
 }

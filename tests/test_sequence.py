@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dtensor_ring_swa import (
     Documents,
@@ -184,11 +184,11 @@ def gather_odd(what: str) -> str:
                                      "none": [], "list": [[1]], "dim": [torch.tensor(1.0)]}  # fmt: skip
     if dist.get_rank() != 1:
         return refusal(gather_sequence, cp_mesh(), x, dim=-1)
-    layout = "spiral" if what == "layout" else "contiguous"
+    layout = {"layout": "spiral", "stripes": "striped"}.get(what, "contiguous")
     return refusal(gather_sequence, cp_mesh(), *tensors.get(what, [x]), dim=-1, layout=layout)
 
 
-@pytest.mark.parametrize("what", ["dims", "dtype", "size", "more", "none", "list", "dim", "layout"])
+@pytest.mark.parametrize("what", ["dims", "dtype", "size", "more", "none", "list", "dim", "layout", "stripes"])
 def test_gather_of_one_ranks_odd_tensors_raises_on_every_rank(pools: Pools, what: str) -> None:
     for said in pools(2).run(gather_odd, what):
         assert said.startswith("ValueError") and "timed out" not in said
@@ -295,6 +295,18 @@ def test_boundaries_that_do_not_fit_the_tokens_raise(boundaries: Any, words: str
 def test_boundaries_of_rows_need_rows() -> None:
     with pytest.raises(ValueError, match=r"need tokens \[B, S\], got \[1, 2\] for \[8\]"):
         next_token_labels(torch.arange(8), torch.tensor([[0, 8]]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (torch.tensor(3), r"a sequence of tokens, \[\.\.\., S\]"),
+        (torch.zeros(4, dtype=torch.complex64), "integers, got torch.complex64"),
+    ],
+)
+def test_what_is_no_sequence_of_tokens_has_no_labels(tokens: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        next_token_labels(tokens)
 
 
 def labels_on_rank(boundaries: list[int]) -> list[int]:
@@ -426,6 +438,10 @@ def test_token_mean_without_a_mesh_is_the_mean() -> None:
         ({"mesh": "cp"}, "mesh must be a DeviceMesh, a ProcessGroup or None, got str"),
         ({"loss_sum": torch.ones(3)}, r"loss_sum must be a scalar, got a tensor of shape \[3\]; pass the sum"),
         ({"loss_sum": 6.0}, r"loss_sum must be a scalar tensor, got 6\.0"),
+        # Its mean, 1.67, would come back as 1.
+        ({"loss_sum": torch.tensor(5)}, "loss_sum must be a real float tensor, got torch.int64; pass the sum"),
+        ({"loss_sum": torch.tensor(5j)}, "loss_sum must be a real float tensor, got torch.complex64"),
+        ({"count": torch.tensor(3j)}, "count must be a real tensor, got torch.complex64; pass the number"),
         ({"count": torch.ones(3)}, r"count must be a scalar, got a tensor of shape \[3\]; pass the number"),
         ({"count": [1, 2]}, r"count must be a scalar, got \[1, 2\]; pass the number"),
     ],
@@ -433,6 +449,16 @@ def test_token_mean_without_a_mesh_is_the_mean() -> None:
 def test_token_mean_refuses_what_it_would_misread(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_mean(**{"loss_sum": torch.tensor(6.0), "count": 3, "mesh": None} | arguments)
+
+
+def mean_of_a_dtensor() -> str:
+    loss = DTensor.from_local(torch.tensor(6.0), cp_mesh(), [Partial()])
+    return refusal(token_mean, loss, 3, cp_mesh())
+
+
+def test_token_mean_takes_what_is_on_this_rank(pools: Pools) -> None:
+    for said in pools(2).run(mean_of_a_dtensor):
+        assert said.startswith("ValueError: loss_sum must be this rank's own, a plain tensor, got a DTensor (Partial")
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])

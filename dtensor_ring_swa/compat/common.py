@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -101,12 +102,29 @@ def local_boundaries(cu_seqlens: torch.Tensor, name: str, **tensors: torch.Tenso
     if documents.cu_seqlens.ndim != 1:
         raise ValueError(f"{name} must be [N + 1], got sizes {list(documents.cu_seqlens.shape)}")
     for which, x in tensors.items():
-        if x.ndim != 3 or len(x) != documents.seq_len:
+        if not isinstance(x, torch.Tensor) or x.ndim != 3 or len(x) != documents.seq_len:
             raise ValueError(
                 f"{which} must be [tokens, heads, head_dim] with {name}[-1] = {documents.seq_len} tokens, "
-                f"got sizes {list(x.shape)}"
+                f"got {sizes_of(x)}"
             )
     return documents
+
+
+def sizes_of(x: object) -> str:
+    """What to say of a tensor, or of what should be one, in errors."""
+    return f"sizes {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+def check_longest(name: str, said: int | None, longest: int, what: str) -> None:
+    """Raise ValueError unless ``said`` is at least ``longest``, the tokens of the longest ``what``, or None."""
+    if said is None:
+        return
+    try:
+        enough = index(said) >= longest
+    except TypeError:
+        raise ValueError(f"{name} must be an integer or None, got {said!r}") from None
+    if not enough:
+        raise ValueError(f"{name}={said} is less than the {longest} tokens of {what}")
 
 
 def agree_on_call(options: CallOptions, documents: Documents | None, *tensors: torch.Tensor) -> int:

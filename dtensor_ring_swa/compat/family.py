@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor_ring_swa.compat.common import CallOptions, default_group, flash_window, refusing_together
+from dtensor_ring_swa.compat.common import CallOptions, default_group, flash_window, refusing_together, sizes_of
 
 # What each form takes first, and what all take last.
 FORMS = {"func": ("q", "k", "v"), "kvpacked_func": ("q", "kv"), "qkvpacked_func": ("qkv",)}
@@ -108,7 +108,7 @@ def _parts(name: str, x: torch.Tensor, packed: bool) -> tuple[torch.Tensor, ...]
     """q, k and v of a tensor that holds several; a tensor that holds one as it is."""
     if len(name) == 1:
         return (x,)
-    if x.ndim != (4 if packed else 5) or x.shape[-3] != len(name):
+    if not isinstance(x, torch.Tensor) or x.ndim != (4 if packed else 5) or x.shape[-3] != len(name):
         leading = "tokens" if packed else "batch, sequence"
-        raise ValueError(f"{name} must be [{leading}, {len(name)}, heads, head_dim], got sizes {list(x.shape)}")
+        raise ValueError(f"{name} must be [{leading}, {len(name)}, heads, head_dim], got {sizes_of(x)}")
     return x.unbind(-3)

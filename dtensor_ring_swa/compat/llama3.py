@@ -12,6 +12,7 @@ from dtensor_ring_swa.compat.common import (
     CallOptions,
     agree_on_call,
     attend,
+    check_longest,
     local_boundaries,
     ranks_of,
     refusing_together,
@@ -53,9 +54,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
         ``local_k_slice``.
 
     Raises:
-        ValueError: For boundaries that ``Documents`` refuses, or a length that ranks cannot share evenly.
+        ValueError: For boundaries that ``Documents`` refuses, no such rank, or a length that ranks cannot share evenly.
     """
     documents = Documents(cu_seqlens)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be one of world_size ranks, got rank={rank} and world_size={world_size}")
     if documents.seq_len % world_size:
         raise ValueError(f"{documents.seq_len} tokens do not divide over {world_size} ranks; pad the sequence")
     rows = documents.seq_len // world_size
@@ -81,8 +84,7 @@ def _attend(
         mine = _keys_of_documents(edges["q"], edges["k"], local_k_slice, rank * len(q_THD))
         for name, said in (("q", max_seqlen_q), ("k", max_seqlen_k)):
             longest = max(b - a for a, b in pairwise(edges[name]))
-            if said is not None and said < longest:
-                raise ValueError(f"max_seqlen_{name}={said} is less than the longest document's {longest} tokens")
+            check_longest(f"max_seqlen_{name}", said, longest, "the longest document")
     seq_len = agree_on_call(options, None, q_THD, k_TGD, v_TGE)
     if seq_len % ranks:
         raise ValueError(f"{seq_len} tokens do not divide over {ranks} ranks; pad the sequence")
@@ -93,6 +95,10 @@ def _attend(
 
 def _keys_of_documents(queries: list[int], keys: list[int], local_k_slice: slice, first: int) -> list[tuple[int, int]]:
     """Positions ``[start, end)`` of the keys of each document on the rank whose first token is at ``first``."""
+    if not isinstance(local_k_slice, slice) or not isinstance(local_k_slice.start, int):
+        raise ValueError(
+            f"local_k_slice must be a slice of the whole sequence's keys that begins at an integer, got {local_k_slice}"
+        )
     cuts, keys_at = [first + x for x in queries], [local_k_slice.start + x for x in keys]
     if keys_at[1:-1] != cuts[1:-1] or keys_at[0] > cuts[0] or keys_at[-1] < cuts[-1]:
         raise ValueError(

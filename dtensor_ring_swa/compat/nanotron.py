@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from dtensor_ring_swa.compat.common import (
     CallOptions,
     attend,
+    check_longest,
     default_group,
     flash_window,
     local_boundaries,
@@ -117,6 +118,5 @@ def _batch_and_rows(
             "rank's share of a document that all ranks share evenly, call "
             "dtensor_ring_swa.compat.ring_flash_attn.ring_flash_attn_varlen_func"
         )
-    if max_seqlen is not None and max_seqlen < rows:
-        raise ValueError(f"max_seqlen={max_seqlen} is less than the {rows} tokens a row that cu_seqlens says")
+    check_longest("max_seqlen", max_seqlen, rows, "a batch row, by cu_seqlens")
     return batch, rows

@@ -10,6 +10,7 @@ from dtensor_ring_swa.compat.common import (
     CallOptions,
     agree_on_call,
     attend,
+    check_longest,
     local_boundaries,
     ranks_of,
     refusing_together,
@@ -54,10 +55,7 @@ def attend_shares(
             if start < stop or documents.seq_len == 0:
                 starts_of.setdefault(stop - start, []).append(start)
         longest = max(starts_of)
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(
-                f"max_seqlen={max_seqlen} is less than the longest document's {longest} tokens on this rank"
-            )
+        check_longest("max_seqlen", max_seqlen, longest, "the longest document on this rank")
         for length in starts_of:
             runs(layout, length * ranks, ranks, 0)
     agree_on_call(options, documents, q_THD, k_TGD, v_TGE)

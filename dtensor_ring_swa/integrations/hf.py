@@ -14,20 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.integrations.hf_attention import passed_on, ring_attention_forward
 from dtensor_ring_swa.integrations.hf_mask import Scope, refuse_padding, ring_mask, scope
 from dtensor_ring_swa.integrations.hf_model import first_position, refuse_mixing
-from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle
+from dtensor_ring_swa.integrations.hf_tokens import ranks_of, settle, state_of
 from dtensor_ring_swa.sequence import positions
 
 __all__ = ["attach", "context_parallel", "detach", "register"]
@@ -37,7 +36,8 @@ NAME = "ring"
 # Losses that compare a token's logits with the label at the same place; others need labels of the next shard.
 LOCAL_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 
-_attached: WeakKeyDictionary[PreTrainedModel, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
+# Where a model holds the handles of its hooks: there they are copied with it, and are then those of the copy's hooks.
+_HANDLES = "_dtensor_ring_swa_handles"
 
 
 def register() -> None:
@@ -98,8 +98,8 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
     detach(model)
     register()
     model.set_attn_implementation(NAME)
-    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if others := _other_attention(configs):
+    others = _other_attention(model)
+    if others:
         raise NotImplementedError(
             f"{type(model).__name__} keeps the attention {others}; use a model that takes it from transformers' "
             "AttentionInterface"
@@ -107,7 +107,7 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
     entered: list[Token[Scope | None]] = []
 
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        here, given = _shard_of(module, mesh, signature, configs, args, kwargs)
+        here, given = _shard_of(module, mesh, signature, args, kwargs)
         entered.append(scope.set(here))
         return (), given
 
@@ -115,22 +115,24 @@ def attach(model: PreTrainedModel, mesh: DeviceMesh | ProcessGroup | None) -> No
         if entered:
             scope.reset(entered.pop())
 
-    _attached[model] = (
+    handles = (
         model.register_forward_pre_hook(enter, with_kwargs=True),
         # Also when the model raises.
         model.register_forward_hook(leave, always_call=True),
     )
+    setattr(model, _HANDLES, handles)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Take back ``attach``'s hooks, if there are any; the model keeps its ``attn_implementation``."""
-    for handle in _attached.pop(model, ()):
+    for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
 
 
-def _other_attention(configs: list[Any]) -> list[str]:
-    """The attention other than ours that these configurations name."""
-    return sorted({str(config._attn_implementation) for config in configs} - {NAME})
+def _other_attention(model: nn.Module) -> list[str]:
+    """The attentions but "ring" that a model, or a model in it, is set to."""
+    names = {module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)}
+    return sorted(map(str, names - {NAME}))
 
 
 def _by_name(
@@ -149,13 +151,12 @@ def _shard_of(
     model: PreTrainedModel,
     mesh: DeviceMesh | ProcessGroup | None,
     signature: inspect.Signature,
-    configs: list[Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Scope, dict[str, Any]]:
     """Check one call's arguments with the other ranks, and complete them. Collective."""
     error: Exception | None = None
-    batch, rows, tokens, given, others = 0, 0, None, {}, {}
+    batch, rows, tokens, given, others, state = 0, 0, None, {}, {}, ""
     try:
         given, others = _by_name(signature, args, kwargs)
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
@@ -168,16 +169,12 @@ def _shard_of(
                 f"[B, S_local, hidden], got a {type(tokens).__name__} {list(tokens.shape)}"
             )
         batch, rows = tokens.shape[:2]
-        if others_named := _other_attention(configs):
-            raise ValueError(
-                f"the configuration of an attached model now names the attention {others_named}, which would see this "
-                "rank's shard alone; give each model a configuration of its own (copy.deepcopy), then attach again"
-            )
         _check_call(model, given)
+        state = state_of(model, tokens)
     except Exception as problem:  # of any kind: the peers of a rank that raised alone would wait for it
         error = problem
     position_ids, edges = given.get("position_ids"), (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k"))
-    settled = settle(mesh, batch, rows, position_ids, edges, error, passed_on(others))
+    settled = settle(mesh, batch, rows, position_ids, edges, error, passed_on(others), state)
     assert tokens is not None
     if position_ids is None:
         own = positions(mesh, settled.seq_len, device=tokens.device)
@@ -189,6 +186,17 @@ def _shard_of(
 
 def _check_call(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Raise for what a model that sees one shard cannot do."""
+    others = _other_attention(model)
+    if others:
+        raise ValueError(
+            f"an attached model needs attn_implementation='ring', and {type(model).__name__} was set to {others}, by "
+            "set_attn_implementation or by another model of the same configuration; that would attend to this rank's "
+            "shard alone: attach(model, mesh) again, or detach(model)"
+        )
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if ids is not None and (embeds is not None or ids.is_floating_point()):
+        what = "both" if embeds is not None else f"input_ids of {ids.dtype}"
+        raise ValueError(f"an attached model takes integer input_ids, or inputs_embeds, got {what}; pass one of them")
     refuse_padding(given.get("attention_mask"))
     loss = getattr(model, "loss_type", None)
     if given.get("labels") is not None and given.get("shift_labels") is None and loss not in LOCAL_LOSSES:

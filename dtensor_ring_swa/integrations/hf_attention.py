@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dtensor_ring_swa.attention import ring_attention
-from dtensor_ring_swa.integrations.hf_mask import RingMask
+from dtensor_ring_swa.integrations.hf_mask import RingMask, refuse_together
 from dtensor_ring_swa.window import UNLIMITED, Window
 
 # What models hand to every attention function, and what changes nothing about attention.
@@ -68,10 +68,12 @@ def ring_attention_forward(
     """
     if not isinstance(attention_mask, RingMask):
         given = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
-        raise NotImplementedError(
+        wrong = NotImplementedError(
             f"{type(module).__name__} needs a mask from the mask function of 'ring', got {given}: masks of one's own "
             "cannot be honoured, nor models that make their masks without transformers.masking_utils"
         )
+        refuse_together(wrong, query)
+    assert isinstance(attention_mask, RingMask)
     error: Exception | None = None
     try:
         _refuse(module, dropout, others)

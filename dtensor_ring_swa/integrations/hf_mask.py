@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from dtensor_ring_swa.integrations.hf_tokens import Edges, Mesh, Tokens, ranks_of, settle
+from dtensor_ring_swa.integrations.hf_tokens import Edges, Mesh, Tokens, ranks_of, settle, state_of
 from dtensor_ring_swa.integrations.hf_window import MaskFunction, read_window
 from dtensor_ring_swa.window import Window
 
@@ -59,10 +59,21 @@ class RingMask:
                     "checked; use attach(model, mesh), which sets them, instead of context_parallel(mesh)"
                 )
             batch, _, rows, _ = q_BHSD.shape
-            self.tokens = settle(self.mesh, batch, rows, position_ids, edges, self.error or error)
+            error_here = self.error or error
+            self.tokens = settle(
+                self.mesh, batch, rows, position_ids, edges, error_here, state=state_of(module, q_BHSD)
+            )  # fmt: skip
         if error is not None:
             raise error
         return self.tokens
+
+
+def refuse_together(error: Exception, q_BHSD: torch.Tensor) -> None:
+    """Raise what a layer without a ``RingMask`` found wrong, also on ranks whose layer has one and waits to compare."""
+    here = scope.get()
+    if here is not None and here.tokens is None:
+        settle(here.mesh, q_BHSD.shape[0], q_BHSD.shape[2], error=error)
+    raise error
 
 
 def ring_mask(

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,7 @@ Edges = tuple[torch.Tensor | None, torch.Tensor | None]
 FACTS = (
     "the length of a shard", "the batch size", "the number of rows of position_ids", "cu_seq_lens_q",
     "the keywords that forward does not name, which the model may hand to its attention",
+    "training or evaluation, whether gradients are on, autocast, or the dtype of what is computed with",
 )  # fmt: skip
 
 
@@ -52,6 +54,7 @@ def settle(
     cu_seq_lens: Edges = (None, None),
     error: Exception | None = None,
     keywords: str = "",
+    state: str = "",
 ) -> Tokens:
     """Let the ranks compare their inputs, and find the documents. Collective.
 
@@ -65,6 +68,7 @@ def settle(
             keys, which must be the same; needs a batch of 1.
         error: What this rank has found wrong already; then all ranks raise.
         keywords: What else the model was called with, which must be the same on all ranks.
+        state: What holds around the call, which must be as well: see ``state_of``.
 
     Raises:
         ValueError: If the inputs do not fit together, on every rank.
@@ -81,7 +85,7 @@ def settle(
             raise error
         seq_len = rows
     else:
-        others = crc32(repr(edges).encode()), crc32(keywords.encode())
+        others = crc32(repr(edges).encode()), crc32(keywords.encode()), crc32(state.encode())
         facts = (rows, batch, 0 if position_ids is None else len(position_ids), *others)
         seq_len = agree(group_of(mesh), FACTS, facts, error)
     if edges is not None:
@@ -95,6 +99,13 @@ def settle(
     if all(len(row) == 2 for row in rows_of):
         return Tokens(seq_len)
     return Tokens(seq_len, Documents(rows_of[0] if len(set(rows_of)) == 1 else rows_of, mesh))
+
+
+def state_of(module: nn.Module, x: torch.Tensor) -> str:
+    """What decides, besides a call's arguments, whether a module raises and what its attention exchanges."""
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
+    return repr((module.training, torch.is_grad_enabled(), autocast, str(x.dtype) if x.is_floating_point() else ""))
 
 
 def _read_edges(of_queries: object, of_keys: object) -> list[int] | None:

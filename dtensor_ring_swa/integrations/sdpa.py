@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring_swa.attention import ring_attention
+from dtensor_ring_swa.dtensor import viewed
 from dtensor_ring_swa.integrations.sdpa_call import SDPACall, has_sharded_sequence
 from dtensor_ring_swa.integrations.sdpa_recompute import RecomputeWatch
 from dtensor_ring_swa.kernels import check_name
@@ -121,10 +122,10 @@ class RingSDPA(TorchFunctionMode):
         window = self.window or Window.full()
         if call.is_causal:
             window = Window(window.left, 0)
-        q_BSHD, k_BSGD, v_BSGE = (x.transpose(1, 2) for x in call[:3])
+        q_BSHD, k_BSGD, v_BSGE = (viewed(x, lambda x: x.transpose(1, 2)) for x in call[:3])
         try:
             out_BSHE = ring_attention(q_BSHD, k_BSGD, v_BSGE, window=window, scale=call.scale, **self.options)
         except ValueError as error:
             error.add_note("ring_sdpa exchanges dims 1 and 2 of q, k and v before: [B, S, H, D] here")
             raise
-        return out_BSHE.transpose(1, 2)
+        return viewed(out_BSHE, lambda x: x.transpose(1, 2))
