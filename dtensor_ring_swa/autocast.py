@@ -20,7 +20,7 @@ def cast_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 
     Outside of autocast they stay, and so do float64 and what is not a float tensor, for the checks to refuse.
     """
-    if not isinstance(q, torch.Tensor) or not _is_on(q.device):
+    if not isinstance(q, torch.Tensor) or not is_autocast_on(q.device):
         return q, k, v
     # One dtype for all: a device that has no autocast, which the checks will refuse, has none to ask for.
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -42,7 +42,7 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(op)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         first: Any = args[0]
-        if not _is_on(first.device):
+        if not is_autocast_on(first.device):
             return op(*args, **kwargs)
         with torch.autocast(first.device.type, enabled=False):
             return op(*args, **kwargs)
@@ -50,6 +50,7 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def _is_on(device: torch.device) -> bool:
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast would cast tensors of this device."""
     kind = device.type
     return kind in _KINDS and torch.is_autocast_enabled(kind)

@@ -73,7 +73,6 @@ def ring_attention_forward(
             "cannot be honoured, nor models that make their masks without transformers.masking_utils"
         )
         refuse_together(wrong, query)
-    assert isinstance(attention_mask, RingMask)
     error: Exception | None = None
     try:
         _refuse(module, dropout, others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class RingMask:
         return self.tokens
 
 
-def refuse_together(error: Exception, q_BHSD: torch.Tensor) -> None:
+def refuse_together(error: Exception, q_BHSD: torch.Tensor) -> NoReturn:
     """Raise what a layer without a ``RingMask`` found wrong, also on ranks whose layer has one and waits to compare."""
     here = scope.get()
     if here is not None and here.tokens is None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.agreement import agree
+from dtensor_ring_swa.autocast import is_autocast_on
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.layout import shard
@@ -103,8 +104,7 @@ def settle(
 
 def state_of(module: nn.Module, x: torch.Tensor) -> str:
     """What decides, besides a call's arguments, whether a module raises and what its attention exchanges."""
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
+    autocast = is_autocast_on(x.device) and str(torch.get_autocast_dtype(x.device.type))
     return repr((module.training, torch.is_grad_enabled(), autocast, str(x.dtype) if x.is_floating_point() else ""))
 
 
