@@ -60,6 +60,7 @@ def test_contributing_explains_every_module_once() -> None:
 
 
 def test_flags_of_commands_exist() -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs it")
     trained, timed = [], []
     for words in commands():
         ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
