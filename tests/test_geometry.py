@@ -29,14 +29,15 @@ PACKAGE = Path(dtensor_ring_swa.__file__).parent
 ORDER = (
     "window", "layout", "band", "packing", "block", "visible", "choice", "plan", "planning", "ring", "groups",
     "agreement", "cut", "messages", "wire", "exchange", "beside", "device", "deal", "geometry", "keys", "merge_triton",
-    "merge", "kernels.request", "kernels.blocks", "kernels.layers", "kernels.reference", "kernels.flash_band",
-    "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten", "kernels.flash_calls",
-    "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys", "kernels.triton_tiles",
-    "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton_package", "kernels.triton", "kernels",
-    "kernels.__main__", "once", "option_checks", "options", "halo", "rotate", "schedule", "prepare", "autocast",
-    "on_shard", "library", "ops", "sharding", "heads", "learned_sinks", "dtensor", "cu_seqlens", "documents",
-    "document_starts", "facts", "checks", "call_checks", "attention", "sequence", "loss", "module", "parallel.inputs",
-    "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans", "parallel", "",
+    "merge", "kernels.request", "kernels.pieces", "kernels.blocks", "kernels.layers", "kernels.reference",
+    "kernels.flash_band", "kernels.flash_groups", "kernels.flash_launch", "kernels.flash_package", "kernels.aten",
+    "kernels.flash_calls", "kernels.flash", "kernels.intervals", "kernels.few_keys", "kernels.split_keys",
+    "kernels.triton_tiles", "kernels.triton_launch", "kernels.triton_kernels", "kernels.triton_package",
+    "kernels.triton", "kernels", "kernels.__main__", "once", "option_checks", "options", "halo", "rotate", "schedule",
+    "prepare", "autocast", "on_shard", "library", "ops", "sharding", "heads", "learned_sinks", "dtensor", "cu_seqlens",
+    "documents", "document_starts", "facts", "checks", "call_checks", "attention", "sequence", "loss", "module",
+    "parallel.inputs", "parallel.joint", "parallel.lengths", "parallel.hooks", "parallel.style", "parallel.plans",
+    "parallel", "",
 )  # fmt: skip
 # Stand on the whole package; nothing in it imports them.
 ON_TOP = ("testing", "bench", "compat", "integrations")

@@ -7,86 +7,26 @@ such a window, and the rest is known: zeros and ``-inf``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from dtensor_ring_swa.band import Band
-from dtensor_ring_swa.cut import cut
-from dtensor_ring_swa.kernels.request import Request
+from dtensor_ring_swa.kernels.pieces import Piece, Pieces, Run, backward_by_piece, forward_by_piece
 
 # Tokens visible to the left and right of the aligned query; None where a side hides nothing.
 FlashWindow = tuple[int | None, int | None]
 
 
-def forward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
+def forward_on_bands(run: Run) -> Run:
     """Make the forward of any band of ``run(request, q, k, v, window, out, lse)``."""
-
-    def forward(
-        request: Request,
-        q_BMHD: torch.Tensor,
-        k_BNGD: torch.Tensor,
-        v_BNGE: torch.Tensor,
-        band: Band,
-        out_BMHE: torch.Tensor,
-        lse_BHM: torch.Tensor,
-    ) -> None:
-        """Write out and lse of one block."""
-        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else ()
-        if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
-            out_BMHE.zero_()
-            lse_BHM.fill_(float("-inf"))
-        for rows, keys, window in pieces:
-            k, v = cut(k_BNGD, keys), cut(v_BNGE, keys)
-            run(request, cut(q_BMHD, rows), k, v, window, cut(out_BMHE, rows), cut(lse_BHM, rows, 2))
-
-    return forward
+    return forward_by_piece(run, _windows)
 
 
-def backward_on_bands(run: Callable[..., None]) -> Callable[..., None]:
+def backward_on_bands(run: Run) -> Run:
     """Make the backward of any band of ``run(request, dout, q, k, v, out, lse, window, dq, dk, dv)``."""
-
-    def backward(
-        request: Request,
-        dout_BMHE: torch.Tensor,
-        q_BMHD: torch.Tensor,
-        k_BNGD: torch.Tensor,
-        v_BNGE: torch.Tensor,
-        out_BMHE: torch.Tensor,
-        lse_BHM: torch.Tensor,
-        band: Band,
-        dq_BMHD: torch.Tensor,
-        dk_BNGD: torch.Tensor,
-        dv_BNGE: torch.Tensor,
-    ) -> None:
-        """Write dq, dk and dv of one block."""
-        pieces = _pieces(band, q_BMHD.shape[1], k_BNGD.shape[1]) if q_BMHD.numel() and k_BNGD.numel() else ()
-        if sum(len(rows) for rows, _, _ in pieces) < q_BMHD.shape[1]:
-            dq_BMHD.zero_()
-        # Where pieces share keys, their shares are summed in float32 and rounded once.
-        sums = (dk_BNGD, dv_BNGE)
-        if len(pieces) > 1:
-            sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in sums)
-        elif not pieces or len(pieces[0][1]) < k_BNGD.shape[1]:
-            dk_BNGD.zero_()
-            dv_BNGE.zero_()
-        for rows, keys, window in pieces:
-            k, v, *totals = (cut(x, keys) for x in (k_BNGD, v_BNGE, *sums))
-            shares = [torch.empty_like(x) for x in (k, v)] if len(pieces) > 1 else totals
-            run(
-                request, cut(dout_BMHE, rows), cut(q_BMHD, rows), k, v, cut(out_BMHE, rows),
-                cut(lse_BHM, rows, 2), window, cut(dq_BMHD, rows), *shares,
-            )  # fmt: skip
-            if len(pieces) > 1:
-                for total, share in zip(totals, shares, strict=True):
-                    total += share
-        if len(pieces) > 1:
-            dk_BNGD.copy_(sums[0])
-            dv_BNGE.copy_(sums[1])
-
-    return backward
+    return backward_by_piece(run, _windows)
 
 
 def padded(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -94,6 +34,18 @@ def padded(x: torch.Tensor, width: int) -> torch.Tensor:
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _windows(band: Band, q_len: int, k_len: int) -> Pieces:
+    """A band as windows. Where there are several, they see keys that another sees as well."""
+    found = _pieces(band, q_len, k_len)
+    return Pieces(
+        tuple(Piece(*piece) for piece in found),
+        cover_rows=sum(len(rows) for rows, _, _ in found) == q_len,
+        cover_keys=any(len(keys) == k_len for _, keys, _ in found),
+        share_keys=len(found) > 1,
+    )
 
 
 @lru_cache(maxsize=1024)
