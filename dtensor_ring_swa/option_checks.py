@@ -62,17 +62,18 @@ def check_layout(layout: str, load_balance: str = "auto", exchange: str = "auto"
 
 def check_sink_tokens(sink_tokens: int) -> None:
     """Raise ValueError unless it is a number of tokens."""
-    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
-        raise ValueError(f"sink_tokens must be a number of tokens >= 0, got {sink_tokens!r}")
-    if sink_tokens > MOST_TOKENS:
-        raise ValueError(f"sink_tokens must be at most {MOST_TOKENS}, got {sink_tokens}")
+    _check_tokens("sink_tokens", sink_tokens, (int,))
 
 
 def check_seq_len(seq_len: int | None) -> None:
     """Raise ValueError unless it is a number of tokens, or None."""
-    if seq_len is not None and (
-        isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt)) or seq_len < 0
-    ):
-        raise ValueError(f"seq_len must be a number of tokens >= 0, got {seq_len!r}")
-    if isinstance(seq_len, int) and seq_len > MOST_TOKENS:
-        raise ValueError(f"seq_len must be at most {MOST_TOKENS}, got {seq_len}")
+    if seq_len is not None:
+        _check_tokens("seq_len", seq_len, (int, torch.SymInt))
+
+
+def _check_tokens(name: str, tokens: int, kinds: tuple[type, ...]) -> None:
+    if isinstance(tokens, bool) or not isinstance(tokens, kinds) or tokens < 0:
+        raise ValueError(f"{name} must be a number of tokens >= 0, got {tokens!r}")
+    # What a symbol will be is not known yet.
+    if isinstance(tokens, int) and tokens > MOST_TOKENS:
+        raise ValueError(f"{name} must be at most {MOST_TOKENS}, got {tokens}")

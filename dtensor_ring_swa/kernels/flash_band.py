@@ -48,7 +48,6 @@ def _windows(band: Band, q_len: int, k_len: int) -> Pieces:
     )
 
 
-@lru_cache(maxsize=1024)
 def _pieces(band: Band, q_len: int, k_len: int) -> tuple[tuple[range, range, FlashWindow], ...]:
     """Query rows, the keys that they see, and the window between: one piece, in rare shapes up to three.
 
