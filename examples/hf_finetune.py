@@ -10,7 +10,6 @@ the mesh. It runs on NVIDIA GPUs with NCCL, and without any on gloo.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from dtensor_ring_swa import next_token_labels, shard_sequence, token_mean
 from dtensor_ring_swa.integrations.hf import attach, register
 
 from data import batch_of, read_text
+from processes import joined
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
@@ -90,18 +90,10 @@ def train(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[floa
 def main() -> None:
     """Train; rank 0 prints the losses."""
     args = arguments()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    backend = "gloo" if device is None else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
-    for step, (loss, norm) in enumerate(train(args, device or torch.device("cpu"))):
-        if dist.get_rank() == 0:
-            print(f"step {step} loss {loss:.7f} grad_norm {norm:.7f}", flush=True)
-    dist.destroy_process_group()
+    with joined() as device:
+        for step, (loss, norm) in enumerate(train(args, device)):
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {loss:.7f} grad_norm {norm:.7f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from checkpoint import resume, save
 from data import Packed, batch_of, entropy, pack, packed_batch_of, read_text
 from model import Decoder, ModelConfig
 from parallelism import parallelize
+from processes import joined
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 VOCABULARY = 256
@@ -96,20 +97,6 @@ def arguments(line: Sequence[str] | None = None, world: int | None = None) -> ar
         if wrong:
             parser.error(what)
     return args
-
-
-def start() -> tuple[torch.device, int]:
-    """Join the other processes, or be one process of one; return this process's device and rank."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
-    return device, dist.get_rank()
 
 
 def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> Decoder:
@@ -177,17 +164,9 @@ def train(args: argparse.Namespace, text: torch.Tensor | Packed, device: torch.d
         save(args.save, model, optimizer, first + args.steps)
 
 
-def main() -> None:
+def report(args: argparse.Namespace, text: torch.Tensor | Packed, device: torch.device) -> None:
     """Train; rank 0 shows the progress and writes the metrics."""
-    args = arguments()
-    try:
-        text = read(args)
-        if args.metrics:
-            Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as problem:
-        print(f"train.py: error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    device, rank = start()
+    rank = dist.get_rank()
     out = open(args.metrics, "w") if args.metrics and rank == 0 else None  # noqa: SIM115
     loss = float("nan")
     mesh = f"dp {args.dp} x cp {args.cp}" + (f" x tp {args.tp}" if args.tp > 1 else "")
@@ -201,7 +180,20 @@ def main() -> None:
     if rank == 0:
         its = text.text if isinstance(text, Packed) else text
         print(f"loss {loss:.4f} nats a byte after {args.steps} steps; the bytes' own entropy is {entropy(its):.4f}")
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Read what is needed, join the other processes and train."""
+    args = arguments()
+    try:
+        text = read(args)
+        if args.metrics:
+            Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as problem:
+        print(f"train.py: error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    with joined() as device:
+        report(args, text, device)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from dtensor_ring_swa.bench import cli, options, torch_ring
 from dtensor_ring_swa.bench.allgather import AllGather
-from dtensor_ring_swa.bench.case import Case, Environment
+from dtensor_ring_swa.bench.case import Case, Environment, distributed
 from dtensor_ring_swa.bench.check import errors
 from dtensor_ring_swa.bench.extras import MIXTURE, NO_EXTRAS, Extras
 from dtensor_ring_swa.bench.files import plot, read_json, write_json
@@ -169,6 +171,22 @@ def test_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(tmp_path / "bench.png", record)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_threads_that_hold_tensors_end_before_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's do now and then: one that then waits for Python's lock aborts the process, and the exit code is -6."""
+    all_reduce, holders = dist.all_reduce, list[threading.Thread]()
+
+    def held(tensor: torch.Tensor, **options: Any) -> None:
+        all_reduce(tensor, **options)
+        holders.append(threading.Thread(target=lambda _: time.sleep(0.05), args=(tensor,)))
+        holders[-1].start()
+
+    monkeypatch.setattr(dist, "all_reduce", held)
+    with distributed(torch.device("cpu")) as environment:
+        assert environment.maximum([2.0]) == [2.0]
+        assert holders[-1].is_alive()
+    assert not holders[-1].is_alive()
 
 
 def _assert_against_one_device(case: dict[str, Any], ranks: int, names: set[str], whole: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ def distributed(device: torch.device) -> Iterator[Environment]:
         yield Environment(device, mesh, mesh.get_group(), dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+        if backend == "gloo":
+            # Its threads may still be letting go of the last collectives' tensors, which takes Python's lock, and a
+            # thread that waits for the lock when Python ends aborts the process. Seen on torch 2.11 and 2.13.
+            time.sleep(0.2)
 
 
 def is_first_here() -> bool:
