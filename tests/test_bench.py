@@ -68,7 +68,7 @@ def _run(args: list[str], ranks: int = 0) -> subprocess.CompletedProcess[str]:
         [sys.executable, *launcher, *args],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
