@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,16 @@ def process_id() -> int:
     return os.getpid()
 
 
+class SentOnce(str):
+    sent = False
+
+    def __reduce__(self) -> Any:
+        if self.sent:
+            raise TypeError("sent before")
+        self.sent = True
+        return str, (str(self),)
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -90,6 +102,24 @@ def test_ranks_form_one_group(pool: RankPool) -> None:
 def test_processes_live_on_between_cases(pool: RankPool) -> None:
     pids = pool.run(process_id)
     assert pool.run(process_id) == pids and len({*pids, os.getpid()}) == 3
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(2)
+    assert_works(pool)
+    assert any(tmp_path.iterdir())  # where the ranks meet
+    pool.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_pool_of_which_one_rank_did_not_start_starts_anew(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "backend", SentOnce("gloo"))
+        with pytest.raises(TypeError, match="sent before"):
+            pool.run(process_id)
+    assert_works(pool)
 
 
 def test_a_raising_rank_is_reported_while_its_peer_still_waits_for_it(pool: RankPool) -> None:

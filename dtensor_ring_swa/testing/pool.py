@@ -49,6 +49,7 @@ class RankPool:
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -57,10 +58,10 @@ class RankPool:
         Raises:
             RankFailure: If a rank raised, died, or did not answer in time.
         """
-        if not self._processes:
-            self._start()
         message = pickle.dumps((function, args))
         try:
+            if not self._processes:
+                self._start()
             self._send(message)
             return self._collect(time.monotonic() + (timeout or self.timeout))
         except BaseException:
@@ -74,13 +75,16 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
         # Importing torch takes a process some seconds, so one process does it and each rank is forked from that.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
-        store = str(Path(tempfile.mkdtemp()) / "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.ranks, self.backend, store, theirs), daemon=True)
