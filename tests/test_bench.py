@@ -661,7 +661,7 @@ def test_laps_are_the_steps_of_the_ring() -> None:
 
 @pytest.mark.parametrize("load_balance", ["auto", "none"])
 def test_simulation_predicts_the_busiest_rank_and_the_one_that_receives_most(load_balance: str) -> None:
-    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (3, 0), (0, 5)), (1, 2, 4, 5, 7)):
+    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (17, 10), (3, 0), (0, 5)), (1, 2, 4, 5, 7, 9)):
         layer = Shape("layer", 4, 2, 16, 8, Window(*window))
         # The last ones leave ranks with fewer tokens, or none.
         for tokens in (4 * ranks, 6 * ranks, 5 * ranks - 2, ranks + 1):
