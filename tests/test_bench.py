@@ -514,6 +514,8 @@ def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> 
         (["--from", "x.json", "--plot", "x.png", "--check"], "--check would have no effect beside --from"),
         (["--json", "no/such/folder/x.json"], "no folder"),
         (["--json", "."], "'.' is a folder"),
+        (["--json", "x" * 300], "--json takes the name of a file, 'x+' cannot be one: .*too long"),
+        (["--from", "x" * 300, "--plot", "x.png"], "--from takes the name of a file, 'x+' cannot be one: .*too long"),
         (["--plot", "x.foo"], "end in .png, .pdf, .svg, got x.foo"),
         (["--json", "x.png", "--plot", "x.png"], "name one file"),
         (["--simulate-ranks", "2", "--plot", "x.png"], "--plot draws measured times"),
