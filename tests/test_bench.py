@@ -441,7 +441,17 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": [None, {"b": None}, 1.5], "c": None}
 
 
-@pytest.mark.parametrize("text", ["x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}"])
+NAMED_3 = {"shape": {"name": "x"}, "rows": 1, "methods": [{"name": 3}]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}",
+        json.dumps({"ranks": 1, "device": "cpu", "versions": {"torch": "2"}, "cases": [NAMED_3]}),
+        pytest.param("[" * 200_000, id="deep"),
+    ],
+)  # fmt: skip
 def test_a_record_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -513,6 +523,7 @@ def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> 
         (["--list", "--json", "x.json"], "--json would have no effect beside --list"),
         (["--from", "x.json", "--plot", "x.png", "--check"], "--check would have no effect beside --from"),
         (["--json", "no/such/folder/x.json"], "no folder"),
+        (["--json", "no/such\nfolder/x.json"], "no folder no/such folder to write"),
         (["--json", "."], "'.' is a folder"),
         (["--json", "x" * 300], "--json takes the name of a file, 'x+' cannot be one: .*too long"),
         (["--from", "x" * 300, "--plot", "x.png"], "--from takes the name of a file, 'x+' cannot be one: .*too long"),

@@ -72,8 +72,8 @@ def _write(write: Callable[[], None]) -> int:
 
 
 def _refused(problem: Exception) -> int:
-    # One write: the lines of many ranks do not mix.
-    sys.stderr.write(f"bench: {problem}\n")
+    # One line, since others' messages may have more; and one write: the lines of many ranks do not mix.
+    sys.stderr.write(f"bench: {' '.join(str(problem).split())}\n")
     sys.stderr.flush()
     return 2
 
