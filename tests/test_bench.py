@@ -420,6 +420,11 @@ def test_bytes_of_documents_and_sinks_are_predicted(extra: list[str], pools: Poo
             assert (method[direction]["received_predicted"] > 0) is (method["name"] != "ideal")
 
 
+def test_what_cannot_be_written_after_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--simulate-ranks", "2", "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err.startswith("bench: /dev/full could not be written; pass another path: ")
+
+
 def test_what_cannot_be_written_after_all_ends_all_ranks_alike(pools: Pools) -> None:
     few = [*LAYER, "--window", "3", "--rows", "4", "--ours", "ring", "--baselines", "ideal"]
     with contextlib.redirect_stderr(io.StringIO()):
