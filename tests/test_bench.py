@@ -536,6 +536,7 @@ def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> 
         (["--json", "x.png", "--plot", "x.png"], "name one file"),
         (["--simulate-ranks", "2", "--plot", "x.png"], "--plot draws measured times"),
         (["--device", "cpu", "--rows", str(1 << 50)], "rows need at least .* GB, the device has"),
+        (["--device", "cpu", "--heads", "9" * 13, "--head-dim", "64", "--window", "1", "--sinks"], "rows need"),
         (["--rows", "9" * 30], "--rows must be at least 1 and at most"),
         (["--heads", "9" * 400, "--head-dim", "1", "--window", "1"], "--heads must be at most"),
         (["--ours", "", "--baselines", ""], "nothing to run"),
