@@ -420,6 +420,11 @@ def test_bytes_of_documents_and_sinks_are_predicted(extra: list[str], pools: Poo
             assert (method[direction]["received_predicted"] > 0) is (method["name"] != "ideal")
 
 
+def test_what_cannot_be_written_after_all_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--simulate-ranks", "2", "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err.startswith("bench: /dev/full could not be written; pass another path: ")
+
+
 def test_what_cannot_be_written_after_all_ends_all_ranks_alike(pools: Pools) -> None:
     few = [*LAYER, "--window", "3", "--rows", "4", "--ours", "ring", "--baselines", "ideal"]
     with contextlib.redirect_stderr(io.StringIO()):
@@ -441,7 +446,17 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": [None, {"b": None}, 1.5], "c": None}
 
 
-@pytest.mark.parametrize("text", ["x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}"])
+NAMED_3 = {"shape": {"name": "x"}, "rows": 1, "methods": [{"name": 3}]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x", "[]", '{"cases": [1]}', '{"cases": 5}', '{"cases": [{"methods": [{}]}]}', "{}",
+        json.dumps({"ranks": 1, "device": "cpu", "versions": {"torch": "2"}, "cases": [NAMED_3]}),
+        pytest.param("[" * 200_000, id="deep"),
+    ],
+)  # fmt: skip
 def test_a_record_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -513,11 +528,15 @@ def test_capabilities_of_other_head_dims(capsys: pytest.CaptureFixture[str]) -> 
         (["--list", "--json", "x.json"], "--json would have no effect beside --list"),
         (["--from", "x.json", "--plot", "x.png", "--check"], "--check would have no effect beside --from"),
         (["--json", "no/such/folder/x.json"], "no folder"),
+        (["--json", "no/such\nfolder/x.json"], "no folder no/such folder to write"),
         (["--json", "."], "'.' is a folder"),
+        (["--json", "x" * 300], "--json takes the name of a file, 'x+' cannot be one: .*too long"),
+        (["--from", "x" * 300, "--plot", "x.png"], "--from takes the name of a file, 'x+' cannot be one: .*too long"),
         (["--plot", "x.foo"], "end in .png, .pdf, .svg, got x.foo"),
         (["--json", "x.png", "--plot", "x.png"], "name one file"),
         (["--simulate-ranks", "2", "--plot", "x.png"], "--plot draws measured times"),
         (["--device", "cpu", "--rows", str(1 << 50)], "rows need at least .* GB, the device has"),
+        (["--device", "cpu", "--heads", "9" * 13, "--head-dim", "64", "--window", "1", "--sinks"], "rows need"),
         (["--rows", "9" * 30], "--rows must be at least 1 and at most"),
         (["--heads", "9" * 400, "--head-dim", "1", "--window", "1"], "--heads must be at most"),
         (["--ours", "", "--baselines", ""], "nothing to run"),
@@ -661,7 +680,7 @@ def test_laps_are_the_steps_of_the_ring() -> None:
 
 @pytest.mark.parametrize("load_balance", ["auto", "none"])
 def test_simulation_predicts_the_busiest_rank_and_the_one_that_receives_most(load_balance: str) -> None:
-    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (3, 0), (0, 5)), (1, 2, 4, 5, 7)):
+    for window, ranks in product(((-1, 0), (0, -1), (-1, -1), (9, 2), (17, 10), (3, 0), (0, 5)), (1, 2, 4, 5, 7, 9)):
         layer = Shape("layer", 4, 2, 16, 8, Window(*window))
         # The last ones leave ranks with fewer tokens, or none.
         for tokens in (4 * ranks, 6 * ranks, 5 * ranks - 2, ranks + 1):

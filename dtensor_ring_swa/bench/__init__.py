@@ -23,8 +23,9 @@ ideal is a share of one device's time), ``failures`` of ``--check``, and ``metho
   ``ratio_to_ideal``, ``received_predicted`` and ``received_counted`` bytes, ``bytes_as_predicted``,
   ``imbalance_measured`` (time of the slowest rank over the mean) and, of the ideal, ``one_device_ms``.
 
-``imbalance_*`` and ``one_device_ms`` are there where the ideal is a share of one device's time. A hybrid has ``name``,
-``layers`` by shape, and ``methods`` with ``ms`` and ``ratio_to_ideal`` of all layers. What is not known is null.
+``imbalance_*`` and ``one_device_ms`` are there where the ideal is a share of one device's time, but with extras nothing
+is predicted of the imbalance. A hybrid has ``name``, ``layers`` by shape, and ``methods`` with ``ms`` and
+``ratio_to_ideal`` of all layers. What is not known is null.
 
 **The JSON of a simulation**: ``simulated``, ``versions``, ``link_gb_s``, ``batch``, ``dtype``, ``rates`` (all there
 are), ``seconds`` and ``cases``, each with ``shape``, ``load_balance``, ``rates_used`` (in words, as printed) and

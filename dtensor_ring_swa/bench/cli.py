@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, the same on every rank: 0, 1 if ``--check`` found a fault, 2 if the command cannot be
         carried out. That is found out before the ranks meet, and on each of them, but for files that turn out
-        not to be writable and methods of which none ran.
+        not to be writable and methods of which none ran. What runs without ranks is written by the first process
+        of a host alone, and only that one knows if it could not be.
     """
     try:
         options = parse(argv)
@@ -50,7 +52,7 @@ def _without_ranks(options: Options) -> int:
     """
     if options.recorded is not None and options.plot is not None:
         record, path = read_json(options.recorded), options.plot
-        return _write(lambda: plot(path, record)) if is_first_here() else 0
+        return _write(path, lambda: plot(path, record)) if is_first_here() else 0
     if options.list:
         listing = _listing(local_device(options.device))
         if is_first_here():
@@ -59,21 +61,21 @@ def _without_ranks(options: Options) -> int:
     if not is_first_here():
         return 0
     record = simulate(options)
-    return _write(lambda: write_json(path, record)) if (path := options.json) else 0
+    return _write(path, lambda: write_json(path, record)) if (path := options.json) else 0
 
 
-def _write(write: Callable[[], None]) -> int:
+def _write(path: Path, write: Callable[[], None]) -> int:
     """Write a file; 2 if it could not be written."""
     try:
         write()
     except (ImportError, OSError, ValueError, RuntimeError) as problem:
-        return _refused(problem)
+        return _refused(ValueError(f"{path} could not be written; pass another path: {problem}"))
     return 0
 
 
 def _refused(problem: Exception) -> int:
-    # One write: the lines of many ranks do not mix.
-    sys.stderr.write(f"bench: {problem}\n")
+    # One line, since others' messages may have more; and one write: the lines of many ranks do not mix.
+    sys.stderr.write(f"bench: {' '.join(str(problem).split())}\n")
     sys.stderr.flush()
     return 2
 
@@ -109,13 +111,13 @@ def run_jobs(jobs: Sequence[Job], options: Options, environment: Environment) ->
         if all("skipped" in method for method in case["methods"]):
             code = 2
             if first:
-                _refused(ValueError(f"{case['shape']['name']}: no method ran"))
+                _refused(ValueError(f"{case['shape']['name']}: no method ran; its table says why"))
     if first:
         print("".join(f"\n{hybrid_table(hybrid)}\n" for hybrid in record["hybrids"]), end="", flush=True)
         if json := options.json:
-            code = max(code, _write(lambda: write_json(json, record)))
+            code = max(code, _write(json, lambda: write_json(json, record)))
         if picture := options.plot:
-            code = max(code, _write(lambda: plot(picture, record)))
+            code = max(code, _write(picture, lambda: plot(picture, record)))
     # What only the first rank can find out: all of them end alike.
     return int(environment.maximum([code])[0])
 

@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem}") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is no JSON: {problem}") from problem
     if not _is_measured(record):
         raise ValueError(f"{path} has no measured cases; --json writes them in a run without --simulate-ranks")
@@ -42,15 +42,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_measured(record: Any) -> bool:
-    """Whether what ``plot`` draws is there."""
+    """Whether what ``plot`` draws is there, and is what it should be."""
     try:
-        wanted = [record["ranks"], record["device"], record["versions"]["torch"]]
+        texts, numbers = [record["device"]], []
+        wanted = [record["ranks"], record["versions"]["torch"]]
         for case in record["cases"]:
-            wanted += [case["shape"]["name"], case["rows"]]
+            texts.append(case["shape"]["name"])
+            wanted.append(case["rows"])
             for method in case["methods"]:
-                wanted.append(method["name"])
-                wanted += [method[d]["ms"] + (method[d]["ratio_to_ideal"] or 0) for d in DIRECTIONS if d in method]
-        return len(record["cases"]) > 0
+                texts.append(method["name"])
+                halves = [method[direction] for direction in DIRECTIONS if direction in method]
+                numbers += [half["ms"] for half in halves]
+                numbers += [half["ratio_to_ideal"] for half in halves if half["ratio_to_ideal"] is not None]
+        right = all(isinstance(x, str) for x in texts) and all(isinstance(x, float) for x in numbers)
+        return len(record["cases"]) > 0 and right
     except (KeyError, TypeError):
         return False
 

@@ -40,6 +40,14 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     cuda = device.type == "cuda"
     dtype = DTYPES[options.dtype or ("bfloat16" if cuda else "float32")]
     rows = options.rows or (32768 if cuda else 512)
+    # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less. Settled before a kernel is tried.
+    width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
+    least, memory = 2 * options.batch * rows * width * dtype.itemsize, _memory(device)
+    if least > memory:
+        raise ValueError(
+            f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
+            "pass fewer --rows, a smaller --batch or fewer heads"
+        )
     request = Request(
         device, dtype, shape.head_dim, shape.v_head_dim, scale=shape.head_dim**-0.5, softcap=shape.softcap,
         neighbours=shape.window.neighbours,
@@ -53,14 +61,6 @@ def _job(shape: Shape, options: Options, device: torch.device) -> Job:
     if not kinds_for(shape, options.extras, options.methods):
         raise ValueError(
             f"{shape}: none of {','.join(options.methods)} suits such a window; see --list for all methods"
-        )
-    # q, dq, out, dout, and k, v, dk, dv once each: no method gets by with less.
-    width = (shape.q_heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
-    least, memory = 2 * options.batch * rows * width * dtype.itemsize, _memory(device)
-    if least > memory:
-        raise ValueError(
-            f"{shape}: {rows} rows need at least {least / 1e9:.1f} GB, the device has {memory / 1e9:.1f}; "
-            "pass fewer --rows"
         )
     return Job(shape, rows, request, kernel)
 

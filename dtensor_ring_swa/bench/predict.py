@@ -18,6 +18,7 @@ from dtensor_ring_swa.bench.rates import BACKWARD_FLOPS, BOUNDARY_COST, Rate, ki
 from dtensor_ring_swa.bench.shapes import Shape
 from dtensor_ring_swa.bench.traffic import Sizes, Traffic
 from dtensor_ring_swa.layout import chunk_length
+from dtensor_ring_swa.window import Window
 
 _DIRECTIONS = ("forward", "backward")
 
@@ -82,27 +83,27 @@ def predict(
 ) -> Prediction:
     """Predict one layer for ``tokens`` over ``ranks``.
 
-    Of the ranks that hold tokens, one in the middle and two at each end are looked at. The busiest is among them, and
-    the one that receives most: in the zigzag layout some keep part of their rows.
+    Of the ranks that hold tokens, one in the middle is looked at, some at each end, and some where a side of the window
+    begins to reach beyond the sequence. The busiest is among them, and the one that receives most: in the zigzag layout
+    some keep part of their rows.
 
     Args:
         shape: The layer.
         ranks: How many share the sequence, in contiguous shards.
         tokens: Of the whole sequence.
         batch: Sequences.
-        dtype: Of q, k and v. Gradients of K and V that go home are float32 in a ring.
+        dtype: Of q, k and v, and of the gradients of K and V that go home.
         link_gb_s: What a rank can receive in a second.
         load_balance: As ``ring_attention`` takes it.
         rate: One device's rate; the nearest measured one by default.
     """
     rate = rate or rate_of(shape, sum(shape.window.reach(tokens)))
     sizes = Sizes(dtype.itemsize, dtype.itemsize, max(dtype.itemsize, 4))
-    held = -(-tokens // chunk_length(tokens, ranks))
     calls = [
         Traffic(shape, batch, "contiguous", load_balance, tokens, ranks, rank)
-        for rank in sorted({0, 1, held // 2, held - 2, held - 1} & set(range(held)))
+        for rank in _looked_at(shape.window, tokens, ranks)
     ]
-    call = max(calls, key=lambda c: (_pairs(c), c.keys(sizes)[0], c.rank == held // 2))
+    call = max(calls, key=lambda c: (_pairs(c), c.keys(sizes)[0]))
     pairs, unit = _pairs(call), 2 * batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
     left, right = shape.window.reach(tokens)
     mean = Band(-left, right).pairs(tokens, tokens) / ranks
@@ -125,6 +126,15 @@ def predict(
         imbalance=pairs / mean if mean else 1.0, dealt_forward=fullest.dealt(sizes)[0],
         forward_tflops=rate.forward, backward_tflops=rate.backward,
     )  # fmt: skip
+
+
+def _looked_at(window: Window, tokens: int, ranks: int) -> list[int]:
+    """The middle, and where what ranks have to do stops to grow, or begins to, from one to the next."""
+    chunk = chunk_length(tokens, ranks)
+    held = -(-tokens // chunk)
+    ends = {side // chunk + step for side in (0, *window.reach(tokens)) for step in (-1, 0, 1)}
+    # The middle first: of ranks that are alike it is the one described.
+    return [held // 2, *sorted({*ends, *(held - 1 - end for end in ends)} & set(range(held)))]
 
 
 def _pairs(call: Traffic) -> int:

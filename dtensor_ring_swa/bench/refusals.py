@@ -63,9 +63,11 @@ def refuse_mixtures(given: argparse.Namespace, defaults: argparse.Namespace) -> 
 
 def refuse_files(given: argparse.Namespace) -> None:
     """Raise ValueError for a file that cannot be read or written, before there is anything to write."""
-    for flag, path in (("--json", given.json), ("--plot", given.plot)):
+    for flag, path in (("--json", given.json), ("--plot", given.plot), ("--from", given.recorded)):
         if path is not None:
-            _refuse_path(flag, path)
+            _refuse_name(flag, path)
+            if flag != "--from":
+                _refuse_path(flag, path)
     if given.json is not None and given.plot is not None and given.json.absolute() == given.plot.absolute():
         raise ValueError(f"--json and --plot name one file, {given.json}")
     if given.recorded is not None and not given.recorded.is_file():
@@ -77,6 +79,16 @@ def refuse_files(given: argparse.Namespace) -> None:
             importlib.import_module("matplotlib")
         except ImportError as problem:
             raise ValueError(f"--plot needs matplotlib: pip install 'dtensor-ring-swa[bench]' ({problem})") from problem
+
+
+def _refuse_name(flag: str, path: Path) -> None:
+    """As for one that is too long, or behind links that go round."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{flag} takes the name of a file, {str(path)!r} cannot be one: {problem}") from problem
 
 
 def _refuse_path(flag: str, path: Path) -> None:

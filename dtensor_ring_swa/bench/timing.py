@@ -83,7 +83,7 @@ class Clock:
 
 
 def input_sets(device: torch.device, set_bytes: int) -> int:
-    """How many sets of inputs to rotate among so that none is still in the cache when its turn comes."""
+    """How many sets of inputs to rotate among so that none is still in the cache when its turn comes; at most 16."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
