@@ -616,13 +616,19 @@ LIMITED_SHAPES, UNLIMITED_SHAPES = (
 )
 
 
+def _simulated_in_a_second(path: Path, names: list[str]) -> dict[str, Any]:
+    """On up to 4096 ranks; a second of this process's own time, since others may keep it from the cores."""
+    named = [arg for name in names for arg in ("--shape", name)]
+    began = time.process_time()
+    assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
+    assert time.process_time() - began < 1
+    return json.loads(path.read_text())
+
+
 def test_simulation_of_every_limited_shape_takes_under_a_second(tmp_path: Path) -> None:
     _make_plan.cache_clear()
-    path = tmp_path / "simulated.json"
-    named = [arg for name in LIMITED_SHAPES for arg in ("--shape", name)]
-    assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
-    record = json.loads(path.read_text())
-    assert record["seconds"] < 1
+    record = _simulated_in_a_second(tmp_path / "simulated.json", LIMITED_SHAPES)
+    assert record["seconds"] > 0
     for case in record["cases"]:
         assert [p["ranks"] for p in case["predictions"]] == [1 << i for i in range(13)]
         last = case["predictions"][-1]
@@ -633,12 +639,9 @@ def test_simulation_of_every_limited_shape_takes_under_a_second(tmp_path: Path) 
 
 
 def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "simulated.json"
-    named = [arg for name in UNLIMITED_SHAPES for arg in ("--shape", name)]
     make_laps.cache_clear()
-    assert cli.main(["--simulate-ranks", "4096", "--json", str(path), *named]) == 0
-    record = json.loads(path.read_text())
-    assert record["seconds"] < 1
+    path = tmp_path / "simulated.json"
+    record = _simulated_in_a_second(path, UNLIMITED_SHAPES)
     assert record["dtype"] == "bfloat16" and record["versions"]["torch"] == str(torch.__version__)
     cases = record["cases"]
     assert [case["load_balance"] for case in cases] == ["auto", "none"] * len(UNLIMITED_SHAPES)
@@ -656,7 +659,7 @@ def test_simulation_of_windows_without_limit(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["--simulate-ranks", "8", "--shape", "mistral-7b", "--rows", "512", "--json", str(path)]) == 0
     (case,) = json.loads(path.read_text())["cases"]
     assert [p["forward_tflops"] for p in case["predictions"]] == [550.5, 550.5, 709.5, 709.5]
-    assert "window 1023); 709.5 / 603.6 TFLOP/s (measured, head dim 128, window 4095), from 4 ranks on" in (
+    assert "window 1023); 709.5 / 603.6 TFLOP/s (measured in bfloat16, head dim 128, window 4095), from 4 ranks on" in (
         capsys.readouterr().out
     )
     assert cli.main(["--simulate-ranks", "2", "--window", "full", "--shape", "gpt-oss", "--tflops", "100", "50"]) == 0

@@ -29,7 +29,7 @@ class Rate:
 
     def __str__(self) -> str:
         window = f"window {self.window}" if self.kind == "limited" else f"{self.kind}, {self.window} tokens"
-        return f"measured, head dim {self.head_dim}, {window}"
+        return f"measured in bfloat16, head dim {self.head_dim}, {window}"
 
 
 # One kernel call without ranks on an H200, torch 2.11, bf16, flash-attn-4: `ideal`, 32768 rows. The last limited

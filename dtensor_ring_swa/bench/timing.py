@@ -30,7 +30,7 @@ class Samples:
     def summary(self) -> tuple[float, float, float]:
         """Median, interquartile range, and the median time that the call kept the host."""
         ordered = sorted(self.device_ms)
-        low, _, high = quantiles(ordered, n=4) if len(ordered) > 1 else (ordered[0],) * 3
+        low, _, high = quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else (ordered[0],) * 3
         return median(ordered), high - low, median(self.host_ms)
 
 
