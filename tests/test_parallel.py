@@ -207,6 +207,17 @@ def test_seq_dim_is_the_modules(pools: Pools) -> None:
     assert max(pools(2).run(heads_first)) < 1e-10
 
 
+def viewed_in_the_module() -> float:
+    """Shards with gaps, in a module that joins their first dims, as a linear layer does."""
+    core = parallelize_module(Gives(lambda x: x.view(4, *x.shape[2:])), cp_mesh(), ContextParallel(seq_dim=2))
+    x = qkv(7)[0]
+    return error([core(mine(x).transpose(1, 2))], [x.transpose(1, 2).flatten(0, 1)])
+
+
+def test_a_module_may_view_its_inputs(pools: Pools) -> None:
+    assert pools(2).run(viewed_in_the_module) == [0.0, 0.0]
+
+
 def inputs_as_they_come() -> list[str]:
     core = Gives(lambda *_: None)
     parallelize_module(core, cp_mesh(), ContextParallel())

@@ -29,6 +29,7 @@ class Hooks:
         layout: How positions lie on the ranks.
         seq_len: Tokens of the whole sequence, where the ranks need not compare.
         use_local_input: Whether the module gets its inputs as they came.
+        any_strides: Whether the module takes tensors of any strides; others may view them, as linear layers do.
         mesh: The plan's mesh.
         axis: Name of its context-parallel axis.
     """
@@ -41,6 +42,7 @@ class Hooks:
     layout: str
     seq_len: int | None
     use_local_input: bool
+    any_strides: bool
     mesh: DeviceMesh
     axis: str
 
@@ -75,7 +77,7 @@ class Hooks:
         tensors = {key: call.get(key) for key in dims}
         if not self.use_local_input:
             for key, x in tensors.items():
-                call.put(key, form.enter(x, dims[key], seq_len))
+                call.put(key, form.enter(x if self.any_strides else x.contiguous(), dims[key], seq_len))
         if self.positions is not None:
             own = positions(self.context, seq_len, self.layout, next(iter(tensors.values())).device)
             self._put_positions(call, self.positions, own, form, seq_len)
