@@ -399,7 +399,7 @@ ROWS = torch.ones(1, 2)
         ((ROWS.to("meta"),), ContextParallel(), "kinds of device", "kinds of device"),
         ((torch.ones(3, 2),), ContextParallel(), "sizes of other dims", "sizes of other dims"),
         ((ROWS.clone().requires_grad_(),), ContextParallel(), "need of gradients", "need of gradients"),
-        ((ROWS, Documents([0, 1, 4])), ContextParallel(), "or Documents: [", "or Documents: ["),
+        ((ROWS, Documents([0, 1, 4])), ContextParallel(), "or Documents: ranks [1]", "or Documents: ranks [1]"),
         ((torch.ones(1, 2, dtype=torch.long),), ContextParallel(), "no tensor to shard on the sequence", "refused"),
         ((torch.ones(3),), ContextParallel(), "of shape [3] has no dim 1", "refused"),
         (("text",), ContextParallel(inputs={0: 1}), "input 0 must be a tensor, got str", "refused"),
