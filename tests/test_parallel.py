@@ -418,6 +418,28 @@ def test_one_ranks_wrong_inputs_raise_on_every_rank(
     assert peers in good and good.startswith("Gives got 0: [1, 2]")
 
 
+def other_mode_on_rank_1(mode: str) -> str:
+    layer = parallelize_module(Layer(WINDOW), cp_mesh(), {"core": ContextParallel()})
+    leaf, here = torch.ones(1, 2, 2, 4, requires_grad=True), dist.get_rank() == 1
+    modes = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16, enabled=here),
+        "its dtype": lambda: torch.autocast("cpu", torch.bfloat16 if here else torch.float16),
+        "gradients": lambda: torch.set_grad_enabled(here),
+    }
+    try:
+        with modes[mode]():
+            layer(leaf, leaf, leaf)
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+@pytest.mark.parametrize("mode", ["autocast", "its dtype", "gradients"])
+def test_ranks_in_different_modes_raise(pools: Pools, mode: str) -> None:
+    for said in pools(2).run(other_mode_on_rank_1, mode):
+        assert "the ranks disagree on dtypes, " in said and "autocast, or Documents: ranks [1]" in said
+
+
 def nested_on_rank_1() -> str:
     core = parallelize_module(Gives(lambda *x: x), cp_mesh(), ContextParallel())
     try:
