@@ -13,6 +13,8 @@ from dtensor_ring_swa.groups import host_group
 from dtensor_ring_swa.layout import shard
 
 T = TypeVar("T")
+# Larger values are checksums, or as good as none to a reader.
+_MOST_READABLE = 2**27
 
 
 def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error: Exception | None = None) -> int:
@@ -49,7 +51,7 @@ def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error
         )
     for name, values in zip(names[1:], others, strict=True):
         if len(set(values)) > 1:
-            raise ValueError(f"the ranks disagree on {name}: {list(values)}; pass the same on every rank")
+            raise ValueError(f"the ranks disagree on {name}: {_told(values)}; pass the same on every rank")
     total = sum(rows)
     expected = [len(shard(total, ranks, rank)) for rank in range(ranks)]
     if list(rows) != expected:
@@ -58,6 +60,14 @@ def agree(group: ProcessGroup, names: Sequence[str], facts: Sequence[int], error
             "shard with shard_sequence(mesh, ...)"
         )
     return total
+
+
+def _told(values: Sequence[int]) -> str:
+    """The ranks' values or, where these are checksums, which ranks are not like the first."""
+    if max(values) <= _MOST_READABLE:
+        return str(list(values))
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    return f"ranks {others} of the context-parallel group have another than rank 0"
 
 
 def agree_on_rows(group: ProcessGroup, rows: int, seq_len: int) -> None:

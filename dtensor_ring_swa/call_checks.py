@@ -89,5 +89,6 @@ def check_call(
         check_boundary_lists(boundaries, q.shape[0])
         return Checked(seq_len, None, boundaries, place, assumed)
     documents = cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens)
-    check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len)
+    advice = "" if group is not None or isinstance(q, DTensor) else ", and pass mesh= if these are shards"
+    check_documents(documents, q.shape[0], q.shape[1] if ranks == 1 else seq_len, advice)
     return Checked(seq_len, documents, documents.cu_seqlens, place, assumed)

@@ -117,7 +117,8 @@ def check_length(q_BSHD: torch.Tensor, seq_len: int | None) -> int:
         ValueError: If ``seq_len`` says otherwise.
     """
     if seq_len not in (None, q_BSHD.shape[1]):
-        raise ValueError(f"seq_len={seq_len} contradicts the {q_BSHD.shape[1]} tokens given; leave it out")
+        advice = "leave it out" if isinstance(q_BSHD, DTensor) else "leave it out, or pass mesh= if these are shards"
+        raise ValueError(f"seq_len={seq_len} contradicts the {q_BSHD.shape[1]} tokens given; {advice}")
     return q_BSHD.shape[1]
 
 
@@ -130,11 +131,11 @@ def check_boundary_lists(cu_seqlens: torch.Tensor, batch: int) -> None:
         )
 
 
-def check_documents(documents: Documents, batch: int, seq_len: int | None) -> None:
+def check_documents(documents: Documents, batch: int, seq_len: int | None, advice: str = "") -> None:
     """Raise ValueError unless there is a boundary list for all or for each of ``batch`` rows, of this length."""
     check_boundary_lists(documents.cu_seqlens, batch)
     if seq_len is not None and documents.seq_len != seq_len:
         raise ValueError(
             f"cu_seqlens must end at the {seq_len} tokens of the whole sequence, got cu_seqlens[-1] = "
-            f"{documents.seq_len}; make padding a document of its own"
+            f"{documents.seq_len}; make padding a document of its own{advice}"
         )

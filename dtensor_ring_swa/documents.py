@@ -52,7 +52,8 @@ class Documents:
         seq_len: Tokens of the whole sequence.
 
     Raises:
-        ValueError: If boundaries do not start at 0, decrease, or rows end at different lengths.
+        ValueError: If boundaries do not start at 0, decrease, or rows end at different lengths, or ``mesh`` is none,
+            has several axes, or is one that this rank is not in.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class Documents:
         cu_seqlens: torch.Tensor | Sequence[int] | Sequence[torch.Tensor] | Sequence[Sequence[int]],
         mesh: DeviceMesh | ProcessGroup | None = None,
     ) -> None:
+        if mesh is not None:
+            group_of(mesh)
         self.mesh = mesh
         self._device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
         if isinstance(mesh, DeviceMesh):

@@ -67,8 +67,8 @@ class Geometry:
         if rows != expected:
             raise ValueError(
                 f"rank {self.rank} of {self.ranks} holds {rows} of {self.seq_len} tokens, but layout "
-                f"{self.layout!r} gives it {expected}; a DTensor made by from_local of uneven shards needs its "
-                "global shape"
+                f"{self.layout!r} gives it {expected}; seq_len= counts the whole sequence, and a DTensor made by "
+                "from_local of uneven shards needs its global shape"
             )
 
     def plan(self, boundaries: Boundaries | None) -> Plan:

@@ -75,7 +75,9 @@ class Window:
             ValueError: If ``n`` is not a positive integer.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"Window.tokens(n) needs n >= 1 keys (the query's own counts), got {n!r}")
+            raise ValueError(
+                f"Window.tokens(n) needs n >= 1 keys (the query's own counts), got {n!r}; no limit is Window.causal()"
+            )
         return cls(n - 1, 0)
 
     @classmethod

@@ -285,6 +285,11 @@ def test_rows_that_are_no_boundaries_are_named() -> None:
             ring_attention(q, q, q, cu_seqlens=rows)
 
 
+def test_documents_of_what_is_no_mesh_raise_at_once() -> None:
+    with pytest.raises(ValueError, match="mesh must be a 1-D DeviceMesh or a ProcessGroup, got str"):
+        Documents([0, 8], "cp")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("eos_id", [None, [2, 3], (2,), "2", 2.0, torch.tensor([2, 3])])
 def test_an_eos_that_is_no_token_would_join_all_documents(eos_id: Any) -> None:
     with pytest.raises(ValueError, match="eos_id must be one token, an integer, got "):

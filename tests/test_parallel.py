@@ -171,7 +171,7 @@ def test_a_layout_reaches_the_attention(pools: Pools, layout: str, stated: bool)
 
 
 def transformed() -> list[float]:
-    """A layer with a plan under a non-reentrant checkpoint, as a deep copy, and compiled into one graph."""
+    """A layer with a plan compiled into one graph, also with a checkpoint in it; under one; and as a deep copy."""
     layer = parallelize_module(Layer(WINDOW), cp_mesh(), {"core": ContextParallel()})
     want = run_whole(WINDOW, qkv(16))
 
@@ -179,8 +179,8 @@ def transformed() -> list[float]:
         def forward(self, *inputs: torch.Tensor) -> Any:
             return checkpoint(layer, *inputs, use_reentrant=False)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    return [error(run_sharded(each, qkv(16)), want) for each in (Replayed(), copy.deepcopy(layer), compiled)]
+    compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (Replayed(), layer)]
+    return [error(run_sharded(each, qkv(16)), want) for each in (*compiled, Replayed(), copy.deepcopy(layer))]
 
 
 def test_plans_survive_checkpointing_copying_and_compiling(pools: Pools) -> None:
@@ -205,6 +205,17 @@ def heads_first() -> float:
 
 def test_seq_dim_is_the_modules(pools: Pools) -> None:
     assert max(pools(2).run(heads_first)) < 1e-10
+
+
+def viewed_in_the_module() -> float:
+    """Shards with gaps, in a module that joins their first dims, as a linear layer does."""
+    core = parallelize_module(Gives(lambda x: x.view(4, *x.shape[2:])), cp_mesh(), ContextParallel(seq_dim=2))
+    x = qkv(7)[0]
+    return error([core(mine(x).transpose(1, 2))], [x.transpose(1, 2).flatten(0, 1)])
+
+
+def test_a_module_may_view_its_inputs(pools: Pools) -> None:
+    assert pools(2).run(viewed_in_the_module) == [0.0, 0.0]
 
 
 def inputs_as_they_come() -> list[str]:
@@ -388,7 +399,7 @@ ROWS = torch.ones(1, 2)
         ((ROWS.to("meta"),), ContextParallel(), "kinds of device", "kinds of device"),
         ((torch.ones(3, 2),), ContextParallel(), "sizes of other dims", "sizes of other dims"),
         ((ROWS.clone().requires_grad_(),), ContextParallel(), "need of gradients", "need of gradients"),
-        ((ROWS, Documents([0, 1, 4])), ContextParallel(), "or Documents: [", "or Documents: ["),
+        ((ROWS, Documents([0, 1, 4])), ContextParallel(), "or Documents: ranks [1]", "or Documents: ranks [1]"),
         ((torch.ones(1, 2, dtype=torch.long),), ContextParallel(), "no tensor to shard on the sequence", "refused"),
         ((torch.ones(3),), ContextParallel(), "of shape [3] has no dim 1", "refused"),
         (("text",), ContextParallel(inputs={0: 1}), "input 0 must be a tensor, got str", "refused"),
@@ -405,6 +416,28 @@ def test_one_ranks_wrong_inputs_raise_on_every_rank(
     good, bad = pools(2).run(said_to, [right, inputs], style)
     assert own in bad and bad.startswith("Gives got ")
     assert peers in good and good.startswith("Gives got 0: [1, 2]")
+
+
+def other_mode_on_rank_1(mode: str) -> str:
+    layer = parallelize_module(Layer(WINDOW), cp_mesh(), {"core": ContextParallel()})
+    leaf, here = torch.ones(1, 2, 2, 4, requires_grad=True), dist.get_rank() == 1
+    modes = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16, enabled=here),
+        "its dtype": lambda: torch.autocast("cpu", torch.bfloat16 if here else torch.float16),
+        "gradients": lambda: torch.set_grad_enabled(here),
+    }
+    try:
+        with modes[mode]():
+            layer(leaf, leaf, leaf)
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+@pytest.mark.parametrize("mode", ["autocast", "its dtype", "gradients"])
+def test_ranks_in_different_modes_raise(pools: Pools, mode: str) -> None:
+    for said in pools(2).run(other_mode_on_rank_1, mode):
+        assert "the ranks disagree on dtypes, " in said and "autocast, or Documents: ranks [1]" in said
 
 
 def nested_on_rank_1() -> str:

@@ -97,6 +97,8 @@ def test_a_plan_needs_a_mesh(mesh: Any) -> None:
         (["layers.*.attention", "layers.*.core", "norm"], ("cp",), "no module matches 'layers.*.attention', 'norm'; "),
         (["layers.*.attention"], ("cp",), "some are: layers.0.core, "),
         (["core"], ("cp",), "some are: "),
+        (["*.attention"], ("cp",), "; a * stands for one part of a name, between dots"),
+        (ContextParallel(), ("cp",), "a plan maps names of modules to styles, got ContextParallel(seq_dim=1, "),
         ([], ("cp",), "the plan is empty; of 13 names of modules, some are: layers"),
         (["layers.*.core", "layers.1.*"], ("cp",), "layers.1.core is matched by 'layers.*.core' and by 'layers.1.*'"),
         (["last.core", "layers.2.core"], ("cp",), "layers.2.core is matched by 'last.core' and by"),

@@ -104,7 +104,7 @@ def test_bad_windows_raise_and_say_what_was_given(window: Any, says: str) -> Non
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, None])
 def test_tokens_needs_at_least_the_query_itself(n: Any) -> None:
-    with pytest.raises(ValueError, match=rf"n >= 1.*got {n!r}"):
+    with pytest.raises(ValueError, match=rf"n >= 1.*got {n!r}; no limit is Window.causal"):
         Window.tokens(n)
 
 

@@ -105,7 +105,7 @@ def _batch_and_rows(
 ) -> tuple[int, int]:
     """B and S_local."""
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens must be the boundaries of the batch rows on this rank, [0, S, 2 * S, ...]")
+        raise ValueError("cu_seqlens must be the boundaries of this rank's batch rows, [0, S, 2 * S, ...], got None")
     bounds = local_boundaries(cu_seqlens, "cu_seqlens", q=q, k=k, v=v).cu_seqlens.tolist()
     batch = len(bounds) - 1
     rows = bounds[-1] // batch

@@ -29,6 +29,7 @@ class Hooks:
         layout: How positions lie on the ranks.
         seq_len: Tokens of the whole sequence, where the ranks need not compare.
         use_local_input: Whether the module gets its inputs as they came.
+        any_strides: Whether the module takes tensors of any strides; others may view them, as linear layers do.
         mesh: The plan's mesh.
         axis: Name of its context-parallel axis.
     """
@@ -41,12 +42,13 @@ class Hooks:
     layout: str
     seq_len: int | None
     use_local_input: bool
+    any_strides: bool
     mesh: DeviceMesh
     axis: str
 
     def __post_init__(self) -> None:
         self.context = context_axis(self.mesh, self.axis)
-        self._form: Form | None = None
+        self._form = Form(None, self.context, 0)  # of the latest call
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module's inputs, given the caller's. Collective, unless the length is known.
@@ -60,8 +62,10 @@ class Hooks:
         problem: Exception | None = None
         try:
             dims = sequence_dims(call, self.inputs, self.seq_dim)
-            self._form = Form.of([call.get(key) for key in dims], self.mesh, self.axis)
-            facts = facts_of(call, dims, self._form)
+            form = Form.of([call.get(key) for key in dims], self.mesh, self.axis)
+            if form != self._form:  # in a checkpoint that lies in its graph torch.compile refuses to assign this
+                self._form = form
+            facts = facts_of(call, dims, form)
             self._check_positions(call)
         except Exception as error:  # of any kind: the peers of a rank that raised alone would wait for it
             problem = error
@@ -70,11 +74,10 @@ class Hooks:
         except ValueError as error:
             raise ValueError(f"{self.name} got {_shapes(call)}: {error}") from None
         form = self._form
-        assert form is not None, "a problem would have been raised"
         tensors = {key: call.get(key) for key in dims}
         if not self.use_local_input:
             for key, x in tensors.items():
-                call.put(key, form.enter(x, dims[key], seq_len))
+                call.put(key, form.enter(x if self.any_strides else x.contiguous(), dims[key], seq_len))
         if self.positions is not None:
             own = positions(self.context, seq_len, self.layout, next(iter(tensors.values())).device)
             self._put_positions(call, self.positions, own, form, seq_len)
@@ -87,7 +90,7 @@ class Hooks:
             ValueError: If an output cannot go back as the inputs came.
         """
         form = self._form
-        if form is None or self.use_local_input:
+        if self.use_local_input:
             return outputs
         try:
             return _map_structure(lambda x: form.leave(x) if isinstance(x, DTensor) else x, outputs)

@@ -155,7 +155,7 @@ def _form(this_came: ThisMesh, this_mesh: ThisMesh, axis: str) -> Form:
         both = ", ".join(repr(name) for name in (axis, *theirs))
         raise ValueError(
             f"the inputs are DTensors on the axes {_where(came)}, the plan was applied on {_where(mesh)}; apply it on "
-            f"the mesh of all of them, mesh[{both}]"
+            f"the mesh of all of them, mesh[{both}], or in the order in which that mesh has them"
         )
     return Form(came, mesh[names], names.index(axis))
 

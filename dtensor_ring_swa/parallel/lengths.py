@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.agreement import agree
+from dtensor_ring_swa.autocast import is_autocast_on
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.parallel.inputs import Call, Key
@@ -18,7 +19,8 @@ from dtensor_ring_swa.parallel.joint import Form
 # The first is checked against the layout's shards; all others must be equal on every rank.
 FACTS = (
     "the length of a shard", "how many inputs carry the sequence", "the length of the whole DTensors",
-    "dtypes, kinds of device, need of gradients, sizes of other dims, or placements of the inputs, or Documents",
+    "dtypes, kinds of device, need of gradients, sizes of other dims, or placements of the inputs, "
+    "autocast, or Documents",
 )  # fmt: skip
 
 _ADVICE = "ContextParallel(inputs=...) says which inputs carry the sequence, and on which dim"
@@ -80,7 +82,9 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
         ]  # fmt: skip
         given = [call.get(place) for place in call.places()]
         packed = [x.fingerprint for x in given if isinstance(x, Documents)]
-        others = crc32(repr((looks, packed)).encode())
+        first = tensors[0][0].device
+        autocast = str(torch.get_autocast_dtype(first.type)) if is_autocast_on(first) else ""
+        others = crc32(repr((looks, torch.is_grad_enabled(), autocast, packed)).encode())
     return rows[0], len(tensors), whole[0], others
 
 

@@ -25,9 +25,9 @@ def apply_context_parallel(
         model: Any model; its modules get hooks.
         mesh: The context-parallel axis, or a mesh of several of which one has the style's ``axis`` name.
         plan: Styles by pattern, or only patterns, for ``ContextParallel()``. A pattern is a module's name
-            with ``*``, ``?`` and ``[]`` as in ``parallelize_module``: ``"layers.*.attention.core"``. The
-            empty pattern is the model. Styles other than ``ContextParallel``, such as
-            ``ColwiseParallel``, are applied on the other axis of a mesh of two.
+            with ``*``, ``?`` and ``[]`` as in ``parallelize_module``, each within one part of the name, between
+            dots: ``"layers.*.attention.core"``. The empty pattern is the model. Styles other than
+            ``ContextParallel``, such as ``ColwiseParallel``, are applied on the other axis of a mesh of two.
 
     Returns:
         The model.
@@ -55,6 +55,10 @@ def apply_context_parallel(
 
 
 def _styles(plan: Mapping[str, ParallelStyle] | Iterable[str]) -> dict[str, ParallelStyle]:
+    if not isinstance(plan, Iterable):
+        raise ValueError(
+            f"a plan maps names of modules to styles, got {plan!r}; for the whole model pass {{'': style}}"
+        )
     if not isinstance(plan, Mapping):
         plan = dict.fromkeys([plan] if isinstance(plan, str) else plan, ContextParallel())
     styles: dict[str, ParallelStyle] = {**plan}
@@ -87,7 +91,8 @@ def _nothing_matches(model: nn.Module, missing: list[str]) -> str:
     near = {name for pattern in missing for name in get_close_matches(pattern, names, n=8, cutoff=0.3)}
     some = [name for name in names if name in near] or names
     what = f"no module matches {', '.join(map(repr, missing))}" if missing else "the plan is empty"
-    return f"{what}; of {len(names)} names of modules, some are: {', '.join(some[:8]) or 'none'}"
+    rule = "; a * stands for one part of a name, between dots" if any("*" in pattern for pattern in missing) else ""
+    return f"{what}; of {len(names)} names of modules, some are: {', '.join(some[:8]) or 'none'}{rule}"
 
 
 def _check_once(found: dict[str, dict[str, nn.Module]]) -> None:

@@ -136,6 +136,7 @@ class ContextParallel(ParallelStyle):
             layout=self._common_layout(module),
             seq_len=self.seq_len,
             use_local_input=self.use_local_input,
+            any_strides=isinstance(module, RingAttention),
             mesh=mesh,
             axis=self.axis,
         )
