@@ -317,6 +317,27 @@ def test_ring_swa_refuses_ranks_that_contradict_the_group(pools: Pools, wrong: s
         ring_swa.ring_sliding_window_attn(x, x, x, 2, **said)
 
 
+def swa_without_boundaries(where: int) -> str:
+    """What each rank says when rank ``where`` passes no boundaries."""
+    group, x = mesh_of((2,), ("cp",)).get_group(), torch.randn(1, 4, 2, 4)
+    cu_seqlens = None if dist.get_rank() == where else torch.tensor([0, 3, 8])
+    try:
+        ring_swa.ring_sliding_window_attn_varlen(x, x, x, 2, cu_seqlens, group)  # pyright: ignore
+    except ValueError as problem:
+        return str(problem)
+    return ""
+
+
+def test_ring_swa_refuses_documents_without_boundaries(pools: Pools) -> None:
+    message = "cu_seqlens must be the boundaries of the documents in the whole sequence, got None"
+    for rank, said in enumerate(pools(2).run(swa_without_boundaries, 1)):
+        assert (message if rank == 1 else "rank 1 ") in said
+    x = torch.randn(1, 8, 2, 4)
+    for function in (ring_swa.ring_sliding_window_attn_varlen, ring_swa.ring_streaming_llm_attn_varlen):
+        with pytest.raises(ValueError, match=message):
+            function(x, x, x, 2, None)  # pyright: ignore
+
+
 # Refusals and signatures
 
 

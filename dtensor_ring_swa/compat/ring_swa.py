@@ -99,7 +99,7 @@ def ring_sliding_window_attn_varlen(
             elsewhere than the whole sequence, or differ between ranks.
     """
     group = _group(cp_group, cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank)
-    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens)
+    return _attend(q, k, v, window_size, softmax_scale, group, _stated(cu_seqlens, group))
 
 
 def ring_streaming_llm_attn(
@@ -178,7 +178,7 @@ def ring_streaming_llm_attn_varlen(
         ValueError: See ``ring_sliding_window_attn_varlen``.
     """
     group = _group(cp_group, cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank)
-    return _attend(q, k, v, window_size, softmax_scale, group, cu_seqlens, sink_tokens=1)
+    return _attend(q, k, v, window_size, softmax_scale, group, _stated(cu_seqlens, group), sink_tokens=1)
 
 
 def _attend(
@@ -194,6 +194,14 @@ def _attend(
     return ring_attention(
         q, k, v, window=(window_size, 0), scale=scale, mesh=group, cu_seqlens=cu_seqlens, sink_tokens=sink_tokens
     )
+
+
+def _stated(cu_seqlens: CuSeqlens | None, group: ProcessGroup | None) -> CuSeqlens:
+    """The boundaries, without which all tokens would be one document."""
+    with refusing_together(group):
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens must be the boundaries of the documents in the whole sequence, got None")
+        return cu_seqlens
 
 
 def _group(
