@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring_swa.band import Band
 from dtensor_ring_swa.block import Call
-from dtensor_ring_swa.kernels import KERNELS, Request, choose, triton, triton_package
+from dtensor_ring_swa.kernels import KERNELS, Request, choose, flash_package, triton, triton_package
 from dtensor_ring_swa.kernels.flash_band import _pieces
 from dtensor_ring_swa.kernels.flash_groups import Group, boundaries_on, flash_groups
 from dtensor_ring_swa.merge import merge_
@@ -183,6 +184,25 @@ def test_triton_without_the_package_or_a_gpu() -> None:
     finally:
         for cache in (triton_package.missing, triton_package.programs):
             cache.cache_clear()
+
+
+def test_packages_that_cannot_be_used_are_named_with_the_reason() -> None:
+    broken = mock.Mock(side_effect=OSError("libcuda.so.1 is missing"))
+    with mock.patch.object(triton_package, "programs", broken):
+        assert triton_package.missing.__wrapped__() == (
+            "triton was found, and cannot be imported here: OSError('libcuda.so.1 is missing')"
+        )
+    with mock.patch.object(flash_package.metadata, "version", lambda _: "4.9"):
+        with mock.patch.object(flash_package, "interface", broken):
+            assert flash_package.missing.__wrapped__() == (
+                "flash-attn-4 4.9 was found, and cannot be imported here: OSError('libcuda.so.1 is missing')"
+            )
+        of_another_version = mock.Mock(_flash_attn_fwd=lambda q, k, v: None, spec=["_flash_attn_fwd"])
+        with mock.patch.object(flash_package, "interface", lambda: of_another_version):
+            assert re.fullmatch(
+                r"flash-attn-4 4\.9 was found, whose _flash_attn_fwd lacks \['cu_seqlens_k', .*'out'.*\]; it wants .*",
+                str(flash_package.missing.__wrapped__()),
+            )
 
 
 def test_a_named_kernel_never_falls_back() -> None:

@@ -38,6 +38,8 @@ def missing() -> str | None:
         found_in = interface()
     except (ImportError, metadata.PackageNotFoundError) as error:
         return f"it needs flash-attn-4 {_WANTED} or newer (pip install 'dtensor-ring-swa[flash]'): {error}"
+    except Exception as error:  # of any kind: it may not suit the driver, or the packages that it stands on
+        return f"flash-attn-4 {metadata.version('flash-attn-4')} was found, and cannot be imported here: {error!r}"
     for name, wanted in (("_flash_attn_fwd", _FORWARD), ("_flash_attn_bwd", _BACKWARD)):
         function = getattr(found_in, name, None)
         found = set() if function is None else set(inspect.signature(function).parameters)

@@ -20,6 +20,8 @@ def missing() -> str | None:
         programs()
     except ImportError as error:
         return f"it needs triton (pip install 'dtensor-ring-swa[triton]'): {error}"
+    except Exception as error:  # of any kind: it may not suit the driver
+        return f"triton was found, and cannot be imported here: {error!r}"
     return None
 
 
