@@ -20,10 +20,10 @@ def cast_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 
     Outside of autocast they stay, and so do float64 and what is not a float tensor, for the checks to refuse.
     """
-    if not isinstance(q, torch.Tensor) or not is_autocast_on(q.device):
-        return q, k, v
     # One dtype for all: a device that has no autocast, which the checks will refuse, has none to ask for.
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_dtype(q.device) if isinstance(q, torch.Tensor) else None
+    if dtype is None:
+        return q, k, v
     return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
 
 
@@ -42,7 +42,7 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(op)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         first: Any = args[0]
-        if not is_autocast_on(first.device):
+        if autocast_dtype(first.device) is None:
             return op(*args, **kwargs)
         with torch.autocast(first.device.type, enabled=False):
             return op(*args, **kwargs)
@@ -50,7 +50,7 @@ def without_autocast(op: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def is_autocast_on(device: torch.device) -> bool:
-    """Whether autocast would cast tensors of this device."""
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """To what autocast would cast tensors of this device; None where it is off."""
     kind = device.type
-    return kind in _KINDS and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if kind in _KINDS and torch.is_autocast_enabled(kind) else None

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.agreement import agree
-from dtensor_ring_swa.autocast import is_autocast_on
+from dtensor_ring_swa.autocast import autocast_dtype
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.groups import group_of
 from dtensor_ring_swa.layout import shard
@@ -104,8 +104,8 @@ def settle(
 
 def state_of(module: nn.Module, x: torch.Tensor) -> str:
     """What decides, besides a call's arguments, whether a module raises and what its attention exchanges."""
-    autocast = is_autocast_on(x.device) and str(torch.get_autocast_dtype(x.device.type))
-    return repr((module.training, torch.is_grad_enabled(), autocast, str(x.dtype) if x.is_floating_point() else ""))
+    dtype = x.dtype if x.is_floating_point() else None
+    return repr((module.training, torch.is_grad_enabled(), autocast_dtype(x.device), dtype))
 
 
 def _read_edges(of_queries: object, of_keys: object) -> list[int] | None:

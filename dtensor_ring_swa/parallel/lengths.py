@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring_swa.agreement import agree
-from dtensor_ring_swa.autocast import is_autocast_on
+from dtensor_ring_swa.autocast import autocast_dtype
 from dtensor_ring_swa.documents import Documents
 from dtensor_ring_swa.layout import runs
 from dtensor_ring_swa.parallel.inputs import Call, Key
@@ -82,9 +82,8 @@ def facts_of(call: Call, dims: dict[Key, int], form: Form) -> tuple[int, ...]:
         ]  # fmt: skip
         given = [call.get(place) for place in call.places()]
         packed = [x.fingerprint for x in given if isinstance(x, Documents)]
-        first = tensors[0][0].device
-        autocast = str(torch.get_autocast_dtype(first.type)) if is_autocast_on(first) else ""
-        others = crc32(repr((looks, torch.is_grad_enabled(), autocast, packed)).encode())
+        modes = torch.is_grad_enabled(), autocast_dtype(tensors[0][0].device)
+        others = crc32(repr((looks, modes, packed)).encode())
     return rows[0], len(tensors), whole[0], others
 
 
