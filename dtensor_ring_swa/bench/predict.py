@@ -133,8 +133,9 @@ def _looked_at(window: Window, tokens: int, ranks: int) -> list[int]:
     chunk = chunk_length(tokens, ranks)
     held = -(-tokens // chunk)
     ends = {side // chunk + step for side in (0, *window.reach(tokens)) for step in (-1, 0, 1)}
+    others = {*ends, *(held - 1 - end for end in ends)} - {held // 2}
     # The middle first: of ranks that are alike it is the one described.
-    return [held // 2, *sorted({*ends, *(held - 1 - end for end in ends)} & set(range(held)))]
+    return [held // 2, *sorted(rank for rank in others if 0 <= rank < held)]
 
 
 def _pairs(call: Traffic) -> int:

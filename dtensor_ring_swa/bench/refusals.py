@@ -63,15 +63,15 @@ def refuse_mixtures(given: argparse.Namespace, defaults: argparse.Namespace) -> 
 
 def refuse_files(given: argparse.Namespace) -> None:
     """Raise ValueError for a file that cannot be read or written, before there is anything to write."""
-    for flag, path in (("--json", given.json), ("--plot", given.plot), ("--from", given.recorded)):
+    for flag, path in (("--json", given.json), ("--plot", given.plot)):
         if path is not None:
-            _refuse_name(flag, path)
-            if flag != "--from":
-                _refuse_path(flag, path)
+            _refuse_path(flag, path)
     if given.json is not None and given.plot is not None and given.json.absolute() == given.plot.absolute():
         raise ValueError(f"--json and --plot name one file, {given.json}")
-    if given.recorded is not None and not given.recorded.is_file():
-        raise ValueError(f"there is no file {given.recorded}")
+    if given.recorded is not None:
+        _refuse_name("--from", given.recorded)
+        if not given.recorded.is_file():
+            raise ValueError(f"there is no file {given.recorded}")
     if given.plot is not None:
         if given.plot.suffix.lower() not in PICTURES:
             raise ValueError(f"--plot draws files that end in {', '.join(PICTURES)}, got {given.plot}")
@@ -92,6 +92,7 @@ def _refuse_name(flag: str, path: Path) -> None:
 
 
 def _refuse_path(flag: str, path: Path) -> None:
+    _refuse_name(flag, path)
     folder = path.absolute().parent
     if path.is_dir():
         raise ValueError(f"{flag} takes the name of a file, {str(path)!r} is a folder")
