@@ -52,8 +52,8 @@ class Documents:
         seq_len: Tokens of the whole sequence.
 
     Raises:
-        ValueError: If boundaries do not start at 0, decrease, or rows end at different lengths, or ``mesh`` is none,
-            has several axes, or is one that this rank is not in.
+        ValueError: If boundaries do not start at 0, decrease, or rows end at different lengths, or what is
+            passed as ``mesh`` is no mesh, has several axes, or is one that this rank is not in.
     """
 
     def __init__(

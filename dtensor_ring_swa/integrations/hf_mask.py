@@ -59,10 +59,8 @@ class RingMask:
                     "checked; use attach(model, mesh), which sets them, instead of context_parallel(mesh)"
                 )
             batch, _, rows, _ = q_BHSD.shape
-            error_here = self.error or error
-            self.tokens = settle(
-                self.mesh, batch, rows, position_ids, edges, error_here, state=state_of(module, q_BHSD)
-            )  # fmt: skip
+            state = state_of(module, q_BHSD)
+            self.tokens = settle(self.mesh, batch, rows, position_ids, edges, self.error or error, state=state)
         if error is not None:
             raise error
         return self.tokens
